@@ -1,0 +1,53 @@
+"""Every private name of TRL and transformers that the package leans on, in one place, and the versions it was tested with.
+
+`tests/test_trl_surface.py` fails with the missing name when a new release renames one.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED_TRL = SpecifierSet(">=1.15,<1.17", prereleases=True)
+
+# module -> class or None -> names; what each is for stands beside it
+PRIVATE_NAMES = {
+    "trl.trainer.grpo_trainer": {
+        "GRPOTrainer": (
+            "_tokenize_prompts",  # the ids generation uses; the reference scores the same
+            "_generate_and_score_completions",  # rows gain the reference columns here
+            "_prepare_inputs",  # a step's micro-batches are settled here
+            "_get_per_token_logps_and_entropies",  # makes the one forward that the query reader stands in for
+            "_set_signature_columns_if_needed",  # keeps the reference columns with remove_unused_columns
+            "_save_checkpoint",  # the checkpoint names its reference
+            "loss_is_scaled_for_ga",  # whether the penalty must be scaled for accumulation
+        ),
+    },
+    "trl.trainer.utils": {None: ("add_fused_lm_head",)},
+    "transformers": {"Trainer": ("get_batch_samples",)},  # the raw batches of one optimizer step
+}
+# Attributes set by GRPOTrainer.__init__ or during training
+PRIVATE_ATTRIBUTES = (
+    "_step",  # micro-batches so far
+    "_buffered_inputs",  # slices of the current generation batch
+    "_metrics",  # TRL's metric lists per mode
+    "_tokenizer",
+    "_signature_columns",
+    "current_gradient_accumulation_steps",
+)
+
+
+def require_supported_trl() -> None:
+    """Refuse to run on a TRL whose internals were not tested.
+
+    Raises:
+        ImportError: TRL is missing or outside `SUPPORTED_TRL`.
+    """
+    try:
+        found = version("trl")
+    except PackageNotFoundError as error:
+        raise ImportError(f"erpo_trl needs TRL ({SUPPORTED_TRL}): pip install 'trl{SUPPORTED_TRL}'") from error
+    if found not in SUPPORTED_TRL:
+        raise ImportError(
+            f"erpo_trl supports TRL {SUPPORTED_TRL}, found {found}: pip install 'trl{SUPPORTED_TRL}', or a release of "
+            "erpo_trl that names this TRL"
+        )

@@ -1,0 +1,103 @@
+"""Names for what a reference table depends on: the model's weights, the head's settings, the prompt's ids.
+
+A fingerprint that missed the weights would hand out stale log-probs; one that saw the training mode, the class instance or
+an adapter that changes nothing would score again for nothing.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from .._version import __version__
+
+# Entries of a model config that do not change its log-probs, or that loading and training rewrite
+_NEUTRAL_CONFIG = {
+    "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "pad_token_id",
+    "bos_token_id", "eos_token_id", "output_router_logits", "router_aux_loss_coef", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "gradient_checkpointing", "task_specific_params", "id2label",
+    "label2id", "finetuning_task", "return_dict",
+}  # fmt: skip
+# Bytes copied to the host at a time
+_CHUNK = 1 << 28
+
+
+def query_key(ids: Sequence[int]) -> int:
+    """Name of a query: a 63-bit hash of its exact token ids, non-negative so that it survives as int64."""
+    return xxhash.xxh3_64_intdigest(np.asarray(ids, dtype=np.int64).tobytes()) >> 1
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def adapter_is_inert(model: nn.Module) -> bool:
+    """Whether the active adapter of a PEFT model leaves the base model exactly as it is (a fresh LoRA: every B is 0).
+
+    Anything but plain LoRA (DoRA, trained biases, saved modules, other adapter types) counts as not inert.
+    """
+    if any(getattr(config, "peft_type", None) != "LORA" for config in model.peft_config.values()):
+        return False
+    for config in model.peft_config.values():
+        # PiSSA, OLoRA and their like move part of the base weights into the adapter, so base != adapter off
+        if (
+            config.use_dora
+            or config.bias != "none"
+            or config.modules_to_save
+            or config.init_lora_weights not in (True, "gaussian")
+        ):
+            return False
+    products = [p for name, p in model.named_parameters() if ".lora_B." in name]
+    # An embedding's adapter starts with A at zero instead of B
+    products += [p for name, p in model.named_parameters() if ".lora_embedding_A." in name]
+    return all(not p.detach().any() for p in products)
+
+
+def weights_digest(model: nn.Module, adapter: bool) -> str:
+    """Digest of every weight and buffer of `model`; with `adapter` False, of its base model alone.
+
+    Names are those of the base model, so a table scored on it serves a LoRA run and a full run alike.
+    """
+    digest = xxhash.xxh3_128()
+    seen = set()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor) or (not adapter and re.search(r"\.(lora|vera|ia3|hada|lokr)_", name)):
+            continue
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        # Tied weights stand twice in a state dict
+        place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _CHUNK):
+            digest.update(flat[start : start + _CHUNK].cpu().numpy())
+    return digest.hexdigest()
+
+
+def reference_settings(model: nn.Module, head: dict, adapter: bool) -> dict:
+    """Everything a reference log-prob depends on besides the ids, as a JSON-able mapping.
+
+    Args:
+        model: the reference policy, adapter included where it has one.
+        head: settings of the fused head and of autocast (temperature, casts).
+        adapter: whether the adapter is part of the reference.
+    """
+    config = model.config.get_text_config().to_dict()
+    return {
+        "weights": weights_digest(model, adapter),
+        "config": {key: value for key, value in sorted(config.items()) if key not in _NEUTRAL_CONFIG},
+        "head": head,
+        "versions": {"erpo_trl": __version__, **{name: version(name) for name in ("transformers", "trl")}},
+    }
+
+
+def fingerprint(settings: dict) -> str:
+    """16 hex digits that name a mapping."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True, default=str).encode())

@@ -1,0 +1,95 @@
+"""Query log-probs out of the one forward that TRL makes, and which positions count.
+
+TRL's trainers call `model(input_ids, attention_mask, labels=..., fused_lm_head=True)` with the completion labelled. The
+`QueryReader` stands in for the model during that one call: it labels the query as well and keeps what comes back.
+"""
+
+import functools
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+
+def scored_token_mask(attention_mask: Tensor) -> Tensor:
+    """Which next-token predictions belong to a query's likelihood.
+
+    A token is scored when it and its predecessor are real: x_1 has no context, and under left padding its prediction
+    would come from a pad position.
+
+    Args:
+        attention_mask: (B, T) 1 on real tokens.
+
+    Returns:
+        (B, T-1) bool; entry t is about token t+1, the layout of TRL's `log_probs`.
+    """
+    real = attention_mask.bool()
+    return real[:, 1:] & real[:, :-1]
+
+
+class QueryReader:
+    """Stand-in for the model in TRL's forward: labels the prompts of the chosen rows and keeps their log-probs.
+
+    Every attribute other than the call is the model's own.
+
+    Args:
+        model: the model TRL would have called (wrapped or not).
+        prompt_ids: (B, P) token ids, left-padded; the first P columns of the ids that TRL passes.
+        prompt_mask: (B, P) 1 on real tokens.
+        rows: (B,) bool, the rows whose prompt is labelled. On a GPU the head projects labelled positions only, so a query
+            that K rows share costs one projection, not K.
+    """
+
+    def __init__(self, model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, rows: Tensor):
+        self.model = model
+        self.mask = scored_token_mask(prompt_mask) & rows.unsqueeze(1)  # (B, P-1)
+        self.targets = prompt_ids[:, 1:]
+        self.logps: Tensor | None = None  # (B, P-1) nats, with gradient; meaningful where `mask`
+
+    def __call__(self, *args, labels: Tensor, **kwargs):
+        if self.logps is not None:
+            raise RuntimeError("TRL made a second forward inside one loss; the query log-probs would be ambiguous")
+        width = self.targets.shape[1]
+        labels = labels.clone()
+        labels[:, 1 : width + 1] = torch.where(self.mask, self.targets, labels[:, 1 : width + 1])
+        outputs = self.model(*args, labels=labels, **kwargs)
+        # Counted from the right: prompt-learning adapters put virtual tokens before the prompt
+        start = outputs.log_probs.shape[1] - (labels.shape[1] - 1)
+        self.logps = outputs.log_probs[:, start : start + width]
+        return outputs
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+
+def has_absolute_positions(model: nn.Module) -> bool:
+    """Whether the model looks positions up in a learned table (GPT-2 type), so that left padding shifts them."""
+    config = model.config.get_text_config()
+    lengths = {getattr(config, name, None) for name in ("n_positions", "max_position_embeddings")} - {None}
+    # OPT-type tables hold two rows more than there are positions
+    sizes = lengths | {n + 2 for n in lengths}
+    accepts = "position_ids" in inspect.signature(type(model).forward).parameters
+    tokens = model.get_input_embeddings()
+    return accepts and any(
+        isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings in sizes
+        for module in model.modules()
+    )
+
+
+def pass_position_ids(model: nn.Module) -> None:
+    """Make fused-head forwards of `model` count positions from the first real token.
+
+    TRL's forward passes no position ids, so under left padding an absolute-position model would see a query at positions
+    that depend on the longest prompt of its batch. Patches `model.forward` in place; calls that pass `position_ids`, and
+    calls without the fused head (generation does its own counting), go through unchanged.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def counted(*args, fused_lm_head: bool = False, **kwargs):
+        mask = kwargs.get("attention_mask")
+        if fused_lm_head and mask is not None and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return forward(*args, fused_lm_head=fused_lm_head, **kwargs)
+
+    model.forward = counted

@@ -1,0 +1,70 @@
+"""Query metrics of optimizer steps and evaluations, averaged by sums and counts over ranks and accumulation."""
+
+import numpy as np
+import torch
+
+from .weights import effective_sample_fraction
+
+
+class QueryMetrics:
+    """Statistics of the queries seen since the last summary, each query of a step counted once.
+
+    A step is opened with the layout of its rows, fed one (B, 5) tensor per micro-batch through `pending` and closed with
+    all ranks' rows together.
+    """
+
+    def __init__(self):
+        self.pending: list[torch.Tensor] = []  # columns: owner, R̂, NLL, NLL drift, weight
+        self.micro_batches = 0
+        self._queries: list[np.ndarray] = []  # per step (Q,) keys of its scored queries
+        self._values: list[np.ndarray] = []  # per step (Q, 3): their R̂, NLL, NLL drift
+        self._weights: list[np.ndarray] = []  # per step the weights of all its distinct queries
+        self._unscored: list[int] = []
+
+    def open(self, keys: np.ndarray, scored: np.ndarray, micro_batches: int) -> None:
+        """Begin a step.
+
+        Args:
+            keys: (R, N) the query of each row of each rank; scored: (R, N) 1, or 0 without likelihood, or -1 for padding.
+            micro_batches: how many of them make the step on each rank.
+        """
+        self._keys, self._scored, self.micro_batches = keys, scored, micro_batches
+        self.pending = []
+
+    def close(self, rows: np.ndarray) -> None:
+        """End a step with (R, N, 5) rows in the layout given to `open`."""
+        self.pending = []
+        owner = rows[..., 0] > 0
+        # Ranks that share a query score it once each, with the same result up to rounding
+        distinct, first = np.unique(self._keys[owner], return_index=True)
+        self._queries.append(distinct)
+        self._values.append(rows[owner][first, 1:4].astype(np.float64))
+        real = self._scored >= 0
+        _, first = np.unique(self._keys[real], return_index=True)
+        self._weights.append(rows[..., 4][real][first].astype(np.float64))
+        self._unscored.append(int((self._scored == 0).sum()))
+
+    def summarize(self, distinct: bool = False) -> dict[str, float]:
+        """Metrics since the last summary, then start anew; empty without a closed step.
+
+        Args:
+            distinct: count a query that several steps held once (evaluation: the sampler repeats rows to fill batches).
+        """
+        if not self._queries:
+            return {}
+        queries, values = np.concatenate(self._queries), np.concatenate(self._values)
+        weights, unscored = np.concatenate(self._weights), self._unscored
+        self._queries, self._values, self._weights, self._unscored = [], [], [], []
+        if distinct:
+            values = values[np.unique(queries, return_index=True)[1]]
+        summary = {
+            "weight_mean": weights.mean(),
+            "weight_min": weights.min(),
+            "weight_max": weights.max(),
+            "weight_ess": effective_sample_fraction(torch.from_numpy(weights)),
+            "unscored_rows": sum(unscored) / len(unscored),
+        }
+        if len(values):
+            kl, nll, drift = values.T
+            summary |= {"kl": kl.mean(), "kl_max": kl.max(), "nll": nll.mean(), "nll_drift": drift.mean()}
+        return {name: float(value) for name, value in summary.items()}

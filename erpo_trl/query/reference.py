@@ -1,0 +1,466 @@
+"""DatasetMapper: scores each distinct prompt of a data set once under the reference and attaches the columns ERPO reads.
+
+The reference is the policy before RL: the model as it is handed over, with its adapter where that adapter already does
+something. Its log-probs go through the same fused head and settings as training (temperature, soft-capping, casts,
+autocast), so that the drift at step 0 is 0 whatever they are.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import xxhash
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset, List, Value
+from huggingface_hub.constants import HF_HOME
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
+from trl.data_utils import is_conversational
+from trl.trainer.utils import add_fused_lm_head
+
+from .fingerprint import adapter_is_inert, fingerprint, is_peft_model, query_key, reference_settings
+from .likelihood import has_absolute_positions
+from .table import ReferenceTable
+from .weights import query_weights
+
+logger = logging.get_logger(__name__)
+
+# The columns a mapped data set carries, beside its own
+REFERENCE_FEATURES = {
+    "ref_query_logps": List(Value("float32")),  # one per scored token, nats
+    "ref_query_nll": Value("float32"),  # minus their sum
+    "query_weight": Value("float32"),
+    "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
+}
+# Tokens between two writes of the table: what a killed scoring pass can lose
+_TOKENS_PER_PART = 1 << 20
+_ROWS_PER_CALL = 1000
+
+
+class ReferenceUnavailableError(RuntimeError):
+    """The reference policy is needed but the model at hand is no longer it."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Which reference a table belongs to.
+
+    Args:
+        fingerprint: name of weights, head settings and versions.
+        adapter: whether the model's adapter is part of the reference (False: adapter off, or no adapter).
+    """
+
+    fingerprint: str
+    adapter: bool
+
+
+@dataclass
+class ScoringReport:
+    """What one mapping did. `rows = scored + reused + duplicates + unscorable`.
+
+    Args:
+        rows: rows of the returned data set.
+        scored: distinct queries scored by this call, over all processes.
+        reused: distinct queries found in the data set's own columns or in the table.
+        duplicates: further rows with the ids of another row.
+        unscorable: rows of one token, which has no likelihood.
+        dropped: rows left out because their prompt is too long.
+        forwards: forwards of the model on this process.
+        mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
+    """
+
+    rows: int = 0
+    scored: int = 0
+    reused: int = 0
+    duplicates: int = 0
+    unscorable: int = 0
+    dropped: int = 0
+    forwards: int = 0
+    mean_nll: float = float("nan")
+
+    def __str__(self) -> str:
+        return (
+            f"Reference of {self.rows} rows: {self.scored} queries scored, {self.reused} reused, {self.duplicates} "
+            f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
+            f"{self.mean_nll:.3f} nats"
+        )
+
+
+class DatasetMapper:
+    """Attach the reference's columns to a data set of prompts: `DatasetMapper(model, processing_class, config)(dataset)`.
+
+    Args:
+        model: causal LM or PEFT model; the reference is its policy at the time of the call. Left as found: weights, mode,
+            forward and the random state.
+        processing_class: the tokenizer or processor that training uses.
+        config: an [`ERPOConfig`].
+        tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
+        autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
+        reference: the reference to hold to. With it, the mapper finds rows in that reference's table and scores only while
+            the model still is that reference; without it, every call takes the model as it is.
+
+    Attributes:
+        report: [`ScoringReport`] of the last call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        config,
+        *,
+        tokenize: Callable[[list], list[Sequence[int]]] | None = None,
+        autocast_dtype: torch.dtype | None | str = "config",
+        reference: Reference | None = None,
+    ):
+        self.model = model
+        self.processing_class = processing_class
+        self.config = config
+        self.tokenize = tokenize or self._tokenize
+        if autocast_dtype == "config":
+            autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+        self.autocast_dtype = autocast_dtype
+        self.reference = reference
+        self.report = ScoringReport()
+        self.cache_dir = Path(config.reference_cache_dir or Path(HF_HOME) / "erpo_trl" / "reference")
+
+    def pin(self) -> Reference:
+        """Hold to the model's present policy as the reference from here on."""
+        if self.reference is None:
+            self.reference = self._present_reference()[0]
+        return self.reference
+
+    def __call__(self, dataset: Dataset, mean_nll: float | None = None) -> Dataset:
+        """Map a data set.
+
+        Args:
+            dataset: with a `prompt` column, strings or chat messages. Columns of an earlier mapping are kept where they
+                belong to the same reference and ids.
+            mean_nll: s̄ in nats to weight by; default the mean over this data set. Evaluation data is weighted by the
+                training set's.
+
+        Returns:
+            The data set with `ref_query_logps`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows in order,
+            rows with too long a prompt left out.
+
+        Raises:
+            ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
+            ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
+        """
+        if "prompt" not in dataset.column_names:
+            raise ValueError(f"The data set has no column 'prompt'; it has {dataset.column_names}.")
+        reference, settings = (self.reference, None) if self.reference else self._present_reference()
+        table = ReferenceTable(self.cache_dir / reference.fingerprint)
+
+        ids = self._all_ids(dataset)
+        kept = self._fitting_rows(ids)
+        self.report = ScoringReport(rows=len(kept), dropped=len(ids) - len(kept))
+        if len(kept) < len(ids):
+            dataset = dataset.select(kept)
+            ids = [ids[i] for i in kept]
+
+        keys = np.array([query_key(row) for row in ids], dtype=np.int64)
+        names = [f"{reference.fingerprint}-{key:016x}" for key in keys.tolist()]
+        known = np.zeros(len(ids), dtype=bool)
+        if "query_fingerprint" in dataset.column_names:
+            known = np.array([a == b for a, b in zip(dataset["query_fingerprint"], names)], dtype=bool)
+        scorable = np.array([len(row) > 1 for row in ids], dtype=bool)
+
+        distinct, first = np.unique(keys[scorable], return_index=True)
+        rows = np.flatnonzero(scorable)[first]
+        have = table.contains(distinct) | np.isin(distinct, keys[known])
+        missing = [ids[row] for row in rows[~have]]
+        self._score(missing, table, reference, settings)
+        self.report.scored, self.report.reused = len(missing), int(have.sum())
+        self.report.unscorable = int((~scorable).sum())
+        self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
+
+        mapped = self._attach(dataset, table, keys, names, known, scorable, mean_nll)
+        logger.info(str(self.report))
+        return mapped
+
+    # ---- which reference
+
+    def _head(self) -> dict:
+        return {
+            "temperature": self.config.temperature,
+            "cast_lm_head_to_fp32": self.config.cast_lm_head_to_fp32,
+            "autocast": str(self.autocast_dtype),
+        }
+
+    def _present_reference(self) -> tuple[Reference, dict]:
+        """The reference that the model is now, and the settings its fingerprint stands for."""
+        if self.reference is not None:
+            adapter = self.reference.adapter
+        else:
+            adapter = is_peft_model(self.model) and not adapter_is_inert(self.model)
+        settings = reference_settings(self.model, self._head(), adapter)
+        return Reference(fingerprint(settings), adapter), settings
+
+    # ---- ids
+
+    def _tokenize(self, prompts: list) -> list[Sequence[int]]:
+        """What TRL does to prompts before generation, for use without a trainer."""
+        if not is_conversational({"prompt": prompts[0]}):
+            return self.processing_class(text=prompts)["input_ids"]
+        return self.processing_class.apply_chat_template(
+            conversation=prompts,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(self.config.chat_template_kwargs or {}),
+        )["input_ids"]
+
+    def _all_ids(self, dataset: Dataset) -> list[np.ndarray]:
+        ids = []
+        prompts = dataset.select_columns("prompt")
+        for start in range(0, len(prompts), _ROWS_PER_CALL):
+            batch = prompts[start : start + _ROWS_PER_CALL]["prompt"]
+            try:
+                rows = self.tokenize(batch)
+            except Exception:
+                self._name_untokenisable_row(batch, start)
+                raise
+            ids += [np.asarray(row, dtype=np.int64) for row in rows]
+        for row, row_ids in enumerate(ids):
+            if not len(row_ids):
+                raise ValueError(f"Row {row} of the data set has an empty prompt: remove it.")
+        return ids
+
+    def _name_untokenisable_row(self, batch: list, start: int) -> None:
+        """Raise for the first prompt of `batch` that cannot be tokenised by itself."""
+        for offset, prompt in enumerate(batch):
+            try:
+                self.tokenize([prompt])
+            except Exception as error:
+                raise ValueError(
+                    f"Row {start + offset} of the data set cannot be tokenised ({type(error).__name__}: {error}). "
+                    "Correct or remove it."
+                ) from error
+
+    def _fitting_rows(self, ids: list[np.ndarray]) -> list[int]:
+        """Indices of the rows whose prompt leaves room to answer; the others are named in a warning."""
+        limit = self.config.max_prompt_length
+        reason = "max_prompt_length"
+        if limit is None:
+            config = self.model.config.get_text_config()
+            context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+            if context is None:
+                return list(range(len(ids)))
+            base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+            room = self.config.max_completion_length if has_absolute_positions(base) else 1
+            limit, reason = context - room, f"a context of {context} tokens, {room} of them for the completion"
+        kept = [row for row, row_ids in enumerate(ids) if len(row_ids) <= limit]
+        if len(kept) < len(ids):
+            dropped = sorted(set(range(len(ids))) - set(kept))
+            message = (
+                f"{len(dropped)} of {len(ids)} rows have prompts of more than {limit} tokens ({reason}): rows "
+                f"{', '.join(map(str, dropped[:10]))}{', …' if len(dropped) > 10 else ''}"
+            )
+            if not kept:
+                raise ValueError(f"{message}. No row is left: raise max_prompt_length or shorten the prompts.")
+            logger.warning(f"{message}. They are left out.")
+        return kept
+
+    # ---- scoring
+
+    def _score(
+        self, queries: list[np.ndarray], table: ReferenceTable, reference: Reference, settings: dict | None
+    ) -> None:
+        """Score distinct queries of at least two tokens into the table, spread over the processes."""
+        state = PartialState()
+        # A node whose cache lacks rows that others have would run more forwards than they do, and hang them
+        wanted = {query_key(row): row for row in gather_object(queries)} if state.num_processes > 1 else None
+        queries = list(wanted.values()) if wanted is not None else queries
+        if not queries:
+            return
+        if settings is None:
+            present, settings = self._present_reference()
+            if present != reference:
+                raise ReferenceUnavailableError(
+                    f"{len(queries)} prompts are not in the reference table {table.folder} and the model is no longer "
+                    "the reference policy (its weights or head settings changed), so they cannot be scored with it. "
+                    "Map the data before training, with the pre-RL model: "
+                    "DatasetMapper(reference_model, processing_class, config)(dataset), or point reference_cache_dir at "
+                    "the folder that holds the table."
+                )
+        if state.is_main_process:
+            table.describe(settings)
+
+        batches = _batches_by_tokens(queries, self.config.reference_batch_tokens)
+        rounds = -(-len(batches) // state.num_processes)
+        rounds_per_part = max(1, _TOKENS_PER_PART // (self.config.reference_batch_tokens * state.num_processes))
+        progress = tqdm(
+            total=len(queries),
+            desc="Scoring the reference",
+            unit="query",
+            disable=self.config.disable_tqdm or not state.is_main_process,
+        )
+        pending = []
+        with progress, self._reference_policy(reference) as policy:
+            for turn in range(rounds):
+                batch = turn * state.num_processes + state.process_index
+                # Ranks without a batch of their own repeat one: under ZeRO-3 all must run the same number of forwards
+                mine = batches[min(batch, len(batches) - 1)]
+                logps = self._forward(policy, mine)
+                if batch < len(batches):
+                    pending += [(query_key(row), row_logps) for row, row_logps in zip(mine, logps)]
+                progress.update(sum(map(len, batches[turn * state.num_processes : (turn + 1) * state.num_processes])))
+                if (turn + 1) % rounds_per_part == 0 or turn + 1 == rounds:
+                    self._write(table, pending)
+                    pending = []
+
+    def _write(self, table: ReferenceTable, rows: list[tuple[int, np.ndarray]]) -> None:
+        """Add the rows that all processes scored; every process has them in its table afterwards."""
+        state = PartialState()
+        rows = gather_object(rows) if state.num_processes > 1 else rows
+        keys = [key for key, _ in rows]
+
+        def add():
+            table.add(keys, [logps for _, logps in rows])
+
+        if state.is_main_process:
+            add()
+        state.wait_for_everyone()
+        table.refresh()
+        # Another machine whose cache folder is its own
+        if not table.contains(keys).all() and state.is_local_main_process:
+            add()
+        state.wait_for_everyone()
+        table.refresh()
+
+    @contextlib.contextmanager
+    def _reference_policy(self, reference: Reference) -> Iterator[nn.Module]:
+        """The model as the reference: adapter on or off, eval mode, fused head; all put back afterwards."""
+        model = self.model
+        base = model.get_base_model() if is_peft_model(model) else model
+        modes = [(module, module.training) for module in model.modules()]
+        patched = base.__dict__.get("forward")
+        device = model.get_input_embeddings().weight.device
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            stack.enter_context(torch.no_grad())
+            if is_peft_model(model) and not reference.adapter:
+                stack.enter_context(model.disable_adapter())
+            if self.autocast_dtype is not None:
+                stack.enter_context(torch.autocast(device.type, dtype=self.autocast_dtype))
+            add_fused_lm_head(
+                base,
+                temperature=self.config.temperature,
+                cast_lm_head_to_fp32=self.config.cast_lm_head_to_fp32,
+                outputs=("log_probs",),
+            )
+            model.eval()
+            try:
+                yield model
+            finally:
+                for module, training in modes:
+                    module.training = training
+                if patched is None:
+                    del base.forward
+                else:
+                    base.forward = patched
+
+    def _forward(self, policy: nn.Module, queries: list[np.ndarray]) -> list[np.ndarray]:
+        """(T_i - 1,) float32 log-probs in nats of each query of one batch."""
+        device = policy.get_input_embeddings().weight.device
+        longest = max(map(len, queries))
+        # Padded on the right, where causal attention needs no mask and absolute positions stay put
+        input_ids = torch.zeros(len(queries), longest, dtype=torch.long)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, query in enumerate(queries):
+            input_ids[row, : len(query)] = torch.from_numpy(query)
+            attention_mask[row, : len(query)] = 1
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        padded = bool((attention_mask == 0).any())
+        outputs = policy(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device) if padded else None,
+            labels=labels.to(device),
+            fused_lm_head=True,
+        )
+        self.report.forwards += 1
+        logps = outputs.log_probs[:, -(longest - 1) :].float().cpu().numpy()
+        return [logps[row, : len(query) - 1] for row, query in enumerate(queries)]
+
+    # ---- columns
+
+    def _attach(self, dataset, table, keys, names, known, scorable, mean_nll) -> Dataset:
+        column = dataset["ref_query_logps"] if known.any() else None
+        held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
+
+        def logps_of(row: int) -> np.ndarray:
+            if not scorable[row]:
+                return np.empty(0, dtype=np.float32)
+            key = int(keys[row])
+            source = row if known[row] else held.get(key)
+            return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
+
+        nll = np.array([abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))])
+        if mean_nll is None:
+            mean_nll = float(nll[scorable].mean()) if scorable.any() else float("nan")
+        self.report.mean_nll = mean_nll
+        weights = query_weights(
+            torch.from_numpy(nll),
+            mean_nll,
+            scheme=self.config.query_weight,
+            clip=self.config.query_weight_clip,
+            scored=torch.from_numpy(scorable),
+        ).numpy()
+
+        def attach(batch: dict, rows: list[int]) -> dict:
+            return {
+                "ref_query_logps": [logps_of(row) for row in rows],
+                "ref_query_nll": nll[rows].astype(np.float32),
+                "query_weight": weights[rows].astype(np.float32),
+                "query_fingerprint": [names[row] for row in rows],
+            }
+
+        name = xxhash.xxh3_64()
+        for part in (dataset._fingerprint, names[0], repr((self.config.query_weight, self.config.query_weight_clip))):
+            name.update(part.encode())
+        for array in (keys, nll, weights):
+            name.update(np.ascontiguousarray(array).tobytes())
+        # Without declared features, a first batch of empty lists or of ints would fix a wrong type
+        features = dataset.features.copy()
+        features.update(REFERENCE_FEATURES)
+        with _progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
+            return dataset.map(
+                attach,
+                batched=True,
+                with_indices=True,
+                features=features,
+                new_fingerprint=name.hexdigest(),
+                desc="Attaching the reference",
+            )
+
+
+@contextlib.contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """`Dataset.map` has no switch of its own for its progress bar."""
+    before = datasets.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
+
+
+def _batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
+    """Queries, longest first, cut where rows x longest row would pass `budget` tokens; at least one a batch."""
+    batches, batch = [], []
+    for query in sorted(queries, key=len, reverse=True):
+        if batch and len(batch[0]) * (len(batch) + 1) > budget:
+            batches.append(batch)
+            batch = []
+        batch.append(query)
+    return [*batches, batch] if batch else batches

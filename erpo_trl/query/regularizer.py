@@ -1,0 +1,441 @@
+"""The mixin that makes a TRL trainer an ERPO trainer.
+
+What it changes against TRL: rows carry the reference's log-probs and a weight on their advantages; the one forward that TRL
+makes also labels each distinct query once per optimizer step; the loss gains α · (mean of R̂ over the step's queries).
+Settled per step: which rows score their query and for how much of it, so that the step's gradient is the same however the
+batch is cut into micro-batches, generations and ranks.
+"""
+
+import json
+import math
+import os
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.utils import logging
+
+from .divergence import query_kl
+from .fingerprint import is_peft_model, query_key
+from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
+from .metrics import QueryMetrics
+from .owners import settle_owners
+from .reference import REFERENCE_FEATURES, DatasetMapper, Reference
+
+logger = logging.get_logger(__name__)
+
+STATE_FILE = "erpo_state.json"
+
+
+class QueryRegularizerMixin:
+    """Query-KL and query weights for a TRL trainer that generates in `_prepare_inputs` and has a fused LM head.
+
+    Put it before the TRL trainer in the bases: `class ERPOTrainer(QueryRegularizerMixin, GRPOTrainer)`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if getattr(self, "environment_factories", None) is not None:
+            raise ValueError(
+                "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
+                "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
+            )
+        for dataset in self._datasets():
+            _refuse_images(dataset)
+            if isinstance(dataset, IterableDataset):
+                _require_columns_in_stream(dataset)
+        self._align_save_steps()
+
+        for model in (self.model, getattr(self, "ref_model", None)):
+            base = model.get_base_model() if model is not None and is_peft_model(model) else model
+            if base is not None and has_absolute_positions(base):
+                pass_position_ids(base)
+
+        self.dataset_mapper = DatasetMapper(
+            self.model,
+            self.processing_class,
+            self.args,
+            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            # Under DeepSpeed the engine holds the low-precision weights and accelerate opens no autocast
+            autocast_dtype=_autocast_dtype(self.args) if self.accelerator.native_amp else None,
+        )
+        self._mean_nll: float | None = None  # s̄, nats
+        self._reference_ready = False
+        self._mapped_evaluation: set[str] = set()
+        self._step_batches: list = []  # raw generation batches of the optimizer step at hand
+        self._step_queue: deque = deque()  # its settled micro-batches
+        self._query_metrics = {"train": QueryMetrics(), "eval": QueryMetrics()}
+
+    @property
+    def query_alpha(self) -> float:
+        """α, the coefficient of the Query-KL penalty."""
+        return self.args.query_kl_coef
+
+    # ---- construction
+
+    def _datasets(self) -> list:
+        evaluation = self.eval_dataset
+        evaluation = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+        return [dataset for dataset in (self.train_dataset, *evaluation) if dataset is not None]
+
+    def _generation_window(self) -> int:
+        """Optimizer steps between two points where a step ends and no generated completion is left over."""
+        generate_every = self.args.steps_per_generation * self.args.num_iterations
+        return generate_every // math.gcd(generate_every, self.args.gradient_accumulation_steps)
+
+    def _align_save_steps(self) -> None:
+        """Round `save_steps` up to where a checkpoint can be resumed.
+
+        TRL does not restore its place inside a generation batch, so a checkpoint there would resume misaligned.
+        """
+        window, args = self._generation_window(), self.args
+        if args.save_strategy != "steps" or args.save_steps < 1 or args.save_steps % window == 0:
+            return
+        if args.load_best_model_at_end and args.eval_strategy == "steps":
+            window = math.lcm(window, int(args.eval_steps))
+        aligned = math.ceil(args.save_steps / window) * window
+        logger.warning(
+            f"save_steps={int(args.save_steps)} would save inside a generation batch, from where a run cannot be resumed: "
+            f"raised to {aligned}, the next multiple of {window} optimizer steps."
+        )
+        args.save_steps = aligned
+
+    # ---- the reference
+
+    def prepare_reference(self) -> None:
+        """Score what is not in the reference table yet and attach the columns to the training and evaluation data.
+
+        Runs by itself when training or evaluation starts; a second call does nothing.
+        """
+        if self._reference_ready:
+            return
+        reference = self.dataset_mapper.pin()
+        logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
+        if isinstance(self.train_dataset, Dataset):
+            self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
+            self._mean_nll = self.dataset_mapper.report.mean_nll
+            self._warn_of_left_over_rows()
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._map_evaluation(self.eval_dataset)
+        self._reference_ready = True
+
+    def _map_evaluation(self, dataset):
+        """The data set with its columns; streams carry theirs, and a mapped set comes back at every evaluation."""
+        if not isinstance(dataset, Dataset) or dataset._fingerprint in self._mapped_evaluation:
+            return dataset
+        dataset = self.dataset_mapper(dataset, self._mean_nll)
+        self._mapped_evaluation.add(dataset._fingerprint)
+        return dataset
+
+    def _warn_of_left_over_rows(self) -> None:
+        rows = len(self.train_dataset)
+        per_generation = self.args.generation_batch_size // self.args.num_generations
+        if rows < per_generation:
+            raise ValueError(
+                f"The training data has {rows} rows but one generation batch holds {per_generation} prompts "
+                f"(generation_batch_size {self.args.generation_batch_size} / num_generations {self.args.num_generations}): "
+                "lower the batch or add rows."
+            )
+        if rows % per_generation:
+            logger.warning(
+                f"Each epoch leaves out {rows % per_generation} of {rows} rows, other ones each time the order is shuffled: "
+                f"TRL drops a last generation batch of fewer than {per_generation} prompts."
+            )
+
+    def get_train_dataloader(self):
+        self.prepare_reference()
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        self.prepare_reference()
+        if isinstance(eval_dataset, Dataset):
+            _refuse_images(eval_dataset)
+            eval_dataset = self._map_evaluation(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        missing = [name for name in REFERENCE_FEATURES if name not in self._signature_columns]
+        self._signature_columns = [*self._signature_columns, *missing]
+
+    # ---- resume
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        state = _read_state(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, os.PathLike)) else None
+        if state is not None:
+            self._refuse_cut_generation(resume_from_checkpoint)
+            self._resume_reference(state)
+        # Before the checkpoint's weights are loaded: the model still is what the user handed over
+        self.prepare_reference()
+        if state is not None:
+            self._check_same_data(state)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _resume_reference(self, state: dict) -> None:
+        reference = Reference(state["fingerprint"], state["adapter"])
+        folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
+        if self.args.reference_cache_dir is None and os.path.isdir(folder):
+            self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
+        if self.dataset_mapper.reference not in (None, reference):
+            raise ValueError(
+                f"The checkpoint was trained against reference {reference.fingerprint}, this trainer already holds "
+                f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
+            )
+        self.dataset_mapper.reference = reference
+        self._mean_nll = state["mean_nll"]
+
+    def _refuse_cut_generation(self, checkpoint: str) -> None:
+        with open(os.path.join(checkpoint, "trainer_state.json")) as file:
+            saved = json.load(file)
+        step, window = saved["global_step"], self._generation_window()
+        if step % window and step < saved["max_steps"]:
+            raise ValueError(
+                f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch that spans {window} "
+                f"optimizer steps; its completions are gone. Resume from a checkpoint at a multiple of {window} steps."
+            )
+
+    def _check_same_data(self, state: dict) -> None:
+        found = self._data_fingerprint()
+        if state["data_fingerprint"] in (None, found):
+            return
+        message = (
+            "The training data is not what the checkpoint was trained on (rows changed, were reordered or removed), so "
+            "the prompts that come next would not be those of the interrupted run."
+        )
+        if not self.args.ignore_data_skip:
+            raise ValueError(f"{message} Restore the data, or set ignore_data_skip=True to go on with the new data.")
+        logger.warning(message)
+
+    def _data_fingerprint(self) -> str | None:
+        if not isinstance(self.train_dataset, Dataset):
+            return None
+        names = "\n".join(self.train_dataset["query_fingerprint"])
+        return f"{query_key(np.frombuffer(names.encode(), dtype=np.uint8)):016x}"
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = os.path.join(
+                self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            )
+            state = {
+                **asdict(self.dataset_mapper.reference),
+                "mean_nll": self._mean_nll,
+                "data_fingerprint": self._data_fingerprint(),
+                "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
+            }
+            with open(os.path.join(folder, STATE_FILE), "w") as file:
+                json.dump(state, file, indent=1)
+
+    # ---- rows
+
+    def _generate_and_score_completions(self, inputs):
+        """TRL's batch, with each row's reference log-probs, weight and query; weights multiply the advantages."""
+        columns = [{name: row.get(name) for name in REFERENCE_FEATURES} for row in inputs]
+        # Reward functions see the columns they would see under TRL
+        inputs = [{name: value for name, value in row.items() if name not in REFERENCE_FEATURES} for row in inputs]
+        batch = super()._generate_and_score_completions(inputs)
+
+        prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
+        keys = self._check_ids(prompt_ids, prompt_mask, columns, inputs)
+        device, width = prompt_ids.device, prompt_ids.shape[1] - 1
+        ref_logps = torch.zeros(len(inputs), width)
+        for row, column in enumerate(columns):
+            logps = column["ref_query_logps"]
+            if len(logps):
+                ref_logps[row, width - len(logps) :] = torch.as_tensor(logps, dtype=torch.float32)
+        weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
+        batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
+        batch["query_weight"] = weight
+        batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
+        batch["advantages"] = batch["advantages"] * (weight if batch["advantages"].dim() == 1 else weight.unsqueeze(1))
+        return batch
+
+    def _check_ids(self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], rows: list[dict]) -> list[int]:
+        """The query key of each row; raise where the ids trained on are not the ids scored."""
+        reference = self.dataset_mapper.reference.fingerprint
+        keys = []
+        for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
+            ids = ids[mask.bool()].numpy()
+            keys.append(query_key(ids))
+            found, expected = columns[row]["query_fingerprint"], f"{reference}-{keys[-1]:016x}"
+            if found is None:
+                raise ValueError(
+                    f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "
+                    f"{_shorten(rows[row]['prompt'])}"
+                )
+            if found != expected or len(columns[row]["ref_query_logps"]) != len(ids) - 1:
+                cause = (
+                    "its reference log-probs belong to another reference"
+                    if not found.startswith(reference)
+                    else f"the {len(ids)} token ids trained on are not the ones its reference scored"
+                )
+                raise ValueError(
+                    f"Row {row} of the batch cannot be regularized: {cause}. Something rewrote the prompt after scoring "
+                    f"(a rollout_func, a changed chat template). Prompt: {_shorten(rows[row]['prompt'])}"
+                )
+        return keys
+
+    # ---- the optimizer step
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._step_batches = list(batches)
+        self._step_queue.clear()
+        return batches, num_items
+
+    def _prepare_inputs(self, generation_batch):
+        """One settled micro-batch.
+
+        At the first micro-batch of a step, all of the step's are prepared: who scores which query, and for how much of
+        it, depends on every row of the step. Completions that TRL would generate between two micro-batches come from the
+        same weights when they are generated before the first.
+        """
+        if not self.model.training:
+            return self._settle([super()._prepare_inputs(generation_batch)])[0]
+        if not self._step_queue:
+            first = self._step
+            prepared = []
+            try:
+                for offset, raw in enumerate(self._step_batches or [generation_batch]):
+                    self._step = first + offset
+                    prepared.append(super()._prepare_inputs(raw))
+            finally:
+                self._step = first
+            self._step_queue.extend(self._settle(prepared))
+        return self._step_queue.popleft()
+
+    def _settle(self, batches: list[dict]) -> list[dict]:
+        """Give the micro-batches of one step their owners: `query_owner` (B,) bool and `query_share` (B,) float.
+
+        The share is scaled so that Σ share · R̂ over a rank's rows, averaged over ranks as gradients are, is the mean of
+        R̂ over the step's distinct queries.
+        """
+        sizes = [len(batch["query_key"]) for batch in batches]
+        scored = [scored_token_mask(batch["prompt_mask"]).any(-1) for batch in batches]
+        rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(scored).long()], dim=1)
+        rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=-1)
+        ranks = self.accelerator.num_processes
+        keys, scored = self.accelerator.gather(rows).view(ranks, -1, 2).cpu().numpy().transpose(2, 0, 1)
+        owner, share, queries = settle_owners(keys, scored == 1, self.accelerator.process_index)
+        owner, share = (torch.from_numpy(x).split([*sizes, len(x) - sum(sizes)]) for x in (owner, share))
+        mode = "train" if self.model.training else "eval"
+        self._query_metrics[mode].open(keys, scored, len(batches))
+        settled = []
+        for batch, owns, part in zip(batches, owner, share):
+            device = batch["query_key"].device
+            # TRL keeps its dicts for later iterations over the same completions; they must not change
+            settled.append(
+                {
+                    **batch,
+                    "query_owner": owns.to(device),
+                    "query_share": (part * ranks / max(queries, 1)).float().to(device),
+                }
+            )
+        return settled
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        reader = QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"])
+        loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+
+        alpha, share = self.query_alpha, inputs["query_share"]
+        logps = reader.logps if alpha > 0 else reader.logps.detach()
+        divergence = query_kl(
+            logps,
+            inputs["ref_query_logps"],
+            reader.mask,
+            estimator=self.args.query_kl_estimator,
+            level=self.args.query_kl_level,
+            length_normalize=self.args.query_kl_length_normalize,
+        )
+        if alpha > 0:
+            penalty = alpha * (divergence * share).sum()
+            if self.model.training and not self.loss_is_scaled_for_ga:
+                # Trainer will divide the loss by the accumulation steps; the shares already span the whole step
+                penalty = penalty * self.current_gradient_accumulation_steps
+            loss = loss + penalty
+        self._record(inputs, reader, divergence.detach())
+        return loss
+
+    # ---- metrics
+
+    def _record(self, inputs: dict, reader: QueryReader, divergence: Tensor) -> None:
+        """Keep this micro-batch's query statistics; after the step's last one, bring the ranks' together."""
+        mode = "train" if self.model.training else "eval"
+        metrics = self._query_metrics[mode]
+        nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
+        ref_nll = -torch.where(reader.mask, inputs["ref_query_logps"], 0.0).sum(-1)
+        columns = (inputs["query_owner"], divergence, nll, nll - ref_nll, inputs["query_weight"])
+        metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
+        if len(metrics.pending) == metrics.micro_batches:
+            rows = self.accelerator.pad_across_processes(torch.cat(metrics.pending), dim=0)
+            ranks = self.accelerator.num_processes
+            metrics.close(self.accelerator.gather(rows).view(ranks, -1, len(columns)).cpu().numpy())
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        for name, value in self._query_metrics[mode].summarize(distinct=mode == "eval").items():
+            self._metrics[mode][f"query/{name}"] = [value]
+        if "query/kl" in self._metrics[mode]:
+            self._metrics[mode]["query/alpha"] = [self.query_alpha]
+            self._metrics[mode]["query/loss"] = [self.query_alpha * self._metrics[mode]["query/kl"][0]]
+        super().log(logs, start_time)
+
+
+def _autocast_dtype(args) -> torch.dtype | None:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def _shorten(prompt) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _refuse_images(dataset) -> None:
+    names = dataset.column_names or []
+    for name in ("image", "images"):
+        if name in names:
+            raise ValueError(
+                f"The data set has a column {name!r}: prompts with images are not supported, since their likelihood is not "
+                "that of their tokens alone. Remove the column, or use TRL's GRPOTrainer."
+            )
+    if "prompt" not in names or isinstance(dataset, IterableDataset) or not len(dataset):
+        return
+    prompt = dataset[0]["prompt"]
+    parts = (
+        [m["content"] for m in prompt if isinstance(m, dict) and isinstance(m.get("content"), list)]
+        if isinstance(prompt, list)
+        else []
+    )
+    if any(isinstance(part, dict) and part.get("type") == "image" for content in parts for part in content):
+        raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's GRPOTrainer.")
+
+
+def _require_columns_in_stream(dataset: IterableDataset) -> None:
+    row = next(iter(dataset), {})
+    missing = [name for name in REFERENCE_FEATURES if name not in row]
+    if missing:
+        raise ValueError(
+            f"A streaming data set must carry the reference columns already (missing: {', '.join(missing)}): their mean NLL "
+            "needs the whole set. Map it once with DatasetMapper as a map-style Dataset, then stream the result."
+        )
+
+
+def _read_state(checkpoint: str) -> dict:
+    path = os.path.join(checkpoint, STATE_FILE)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"Checkpoint {checkpoint} has no {STATE_FILE}: it was not written by an ERPO trainer, so its reference is "
+            "unknown and cannot be recovered from trained weights."
+        )
+    with open(path) as file:
+        return json.load(file)
