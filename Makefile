@@ -1,0 +1,49 @@
+# Every target first makes .venv fit for use; that is the whole set-up. Override with e.g. `make test PYTHON=python3.12`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+# The release in constraints.txt, read from there so that it stands in one place
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
+WORKERS ?= 2
+OTHER_TRL := 1.15.0
+
+.PHONY: train test lint format clean
+
+train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
+	$(BIN)/erpo-trl demo $(ARGS)
+
+test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test; those on TRL's private surface against both supported releases
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
+
+lint: $(READY)  ## Formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove the environment, caches and build products; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Without a GPU the CPU build is enough and a twentieth of the size: it carries the local version +cpu where an index with
+# CPU builds is set up (see README); where none is, and on macOS, the ordinary build serves.
+$(READY): setup.cfg pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if [ "$(GPU)" != "" ] && [ "$(GPU)" != "0" ]; then \
+		$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); \
+	else \
+		$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu 2>/dev/null \
+		|| $(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); \
+	fi
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]
+	touch $@
+
+$(VENV)/trl-$(OTHER_TRL): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ trl==$(OTHER_TRL)
+	touch $@

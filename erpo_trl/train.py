@@ -1,0 +1,157 @@
+"""`erpo-trl train`: from a recipe to a trained model, on TRL's parser, trainer and savers."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import transformers
+from datasets import Dataset
+from packaging.version import Version
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from .cli import InputError
+from .config import ERPOConfig
+from .data import resolve_dataset
+from .demo import MODEL_DIR
+from .rewards import resolve_reward
+from .trainer import ERPOTrainer
+
+
+@dataclass
+class DataArguments:
+    r"""
+    What to train on.
+
+    Parameters:
+        dataset (`str`, *optional*, defaults to `"arithmetic"`):
+            `"arithmetic"` (embedded), `"math_3_5"` (MATH levels 3 to 5), a JSONL, JSON, CSV or Parquet file, or a hub id.
+        dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split of a named or hub data set.
+        eval_dataset (`str`, *optional*):
+            Same as `dataset`, for evaluation.
+        eval_dataset_split (`str`, *optional*, defaults to `"test"`):
+            Split of `eval_dataset`.
+        problem_field (`str`, *optional*):
+            Column of a file or hub data set with the problem's text. Default: `problem`, else `prompt`.
+        answer_field (`str`, *optional*):
+            Column of a file or hub data set with the gold answer. Default: `answer`.
+        prompt_suffix (`str`, *optional*):
+            Text appended to every problem. Default: for `math_3_5` the instruction to reason inside `<think></think>` and to
+            box the answer, else none.
+        system_prompt (`str`, *optional*):
+            System turn before every problem.
+        max_rows (`int`, *optional*):
+            Keep only the first rows of the training data.
+        reward_funcs (`list[str]`, *optional*, defaults to `["accuracy"]`):
+            Rewards by name (`accuracy`, `format`) or import path (`package.module:function`, `file.py:function`).
+    """
+
+    dataset: str = field(
+        default="arithmetic",
+        metadata={"help": "'arithmetic', 'math_3_5', a JSONL/JSON/CSV/Parquet file, or a hub id."},
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of a named or hub data set."})
+    eval_dataset: str | None = field(default=None, metadata={"help": "Same as dataset, for evaluation."})
+    eval_dataset_split: str = field(default="test", metadata={"help": "Split of eval_dataset."})
+    problem_field: str | None = field(default=None, metadata={"help": "Column with the problem's text."})
+    answer_field: str | None = field(default=None, metadata={"help": "Column with the gold answer."})
+    prompt_suffix: str | None = field(default=None, metadata={"help": "Text appended to every problem."})
+    system_prompt: str | None = field(default=None, metadata={"help": "System turn before every problem."})
+    max_rows: int | None = field(default=None, metadata={"help": "Keep only the first rows of the training data."})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy"],
+        metadata={"help": "Rewards by name (accuracy, format) or import path (package.module:function)."},
+    )
+
+
+CONFIGS = (DataArguments, ERPOConfig, ModelConfig)
+
+
+def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
+    """Options from `--config FILE` (YAML) and the command line; the command line beats the file, the file the defaults.
+
+    Raises:
+        InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
+    """
+    argv = list(argv)
+    if "--config" in argv:
+        at = argv.index("--config") + 1
+        if at == len(argv) or not Path(argv[at]).is_file():
+            raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
+    parser = TrlParser(CONFIGS, prog="erpo-trl train", allow_abbrev=False)
+    try:
+        *configs, from_file, from_line = parser.parse_args_and_config(
+            argv, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    for where, unknown in (("config file", from_file), ("command line", from_line)):
+        if unknown:
+            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{_suggestion(unknown[0])}")
+    return tuple(configs)
+
+
+def _suggestion(option: str) -> str:
+    known = [f.name for config in CONFIGS for f in fields(config)]
+    near = difflib.get_close_matches(option.removeprefix("--").replace("-", "_"), known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _load(data: DataArguments, name: str, split: str) -> Dataset:
+    """A data set with `prompt` and `answer`; options left unset keep the loader's defaults."""
+    options = {
+        "problem": data.problem_field,
+        "answer": data.answer_field,
+        "suffix": data.prompt_suffix,
+        "system_prompt": data.system_prompt,
+    }
+    return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
+
+
+def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> ERPOTrainer:
+    """The trainer that these options describe, ready for `train()`."""
+    if model.model_name_or_path == "demo":
+        model.model_name_or_path = str(MODEL_DIR)
+    if model.model_name_or_path is None:
+        raise InputError("model_name_or_path is not set: a hub id, a folder, or 'demo' for the embedded model")
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    try:
+        rewards = [resolve_reward(name) for name in data.reward_funcs]
+        train_dataset = _load(data, data.dataset, data.dataset_split)
+        if data.max_rows is not None:
+            train_dataset = train_dataset.select(range(min(data.max_rows, len(train_dataset))))
+        eval_dataset = None
+        if data.eval_dataset is not None:
+            eval_dataset = _load(data, data.eval_dataset, data.eval_dataset_split)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+    return ERPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train, save the model to `output_dir`, push it where asked."""
+    trainer = make_trainer(*parse(argv))
+    args = trainer.args
+    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Model saved to {os.path.abspath(args.output_dir)}")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    if Version(transformers.__version__) >= Version("5.18.0"):
+        trainer.end()

@@ -1,0 +1,122 @@
+"""The command line: file < command line, unknown keys named, a run from start to saved model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from erpo_trl import cli
+from erpo_trl.train import parse
+
+
+QUICK = """
+model_name_or_path: demo
+dataset: arithmetic
+max_rows: 8
+max_steps: 1
+per_device_train_batch_size: 4
+num_generations: 2
+max_completion_length: 4
+learning_rate: 1e-3
+query_kl_coef: 1e-3
+query_weight_clip: [0, 1.5e0]
+bf16: false
+use_cpu: true
+gradient_checkpointing: false
+report_to: none
+logging_steps: 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(QUICK + f"output_dir: {tmp_path / 'out'}\nreference_cache_dir: {tmp_path / 'reference'}\n")
+    return path
+
+
+def test_exponents_are_numbers(recipe):
+    """YAML 1.1 reads 1e-3 as text, in scalar fields and in lists."""
+    _, args, _ = parse(["--config", str(recipe)])
+    assert (args.learning_rate, args.query_kl_coef, args.query_weight_clip) == (1e-3, 1e-3, [0.0, 1.5])
+
+
+def test_command_line_beats_file_beats_default(recipe):
+    _, args, _ = parse(["--config", str(recipe), "--learning_rate", "5e-4", "--query_weight_clip", "0.5", "3e0"])
+    assert args.learning_rate == 5e-4
+    assert args.query_weight_clip == [0.5, 3.0]
+    assert args.max_steps == 1
+    assert args.query_kl_estimator == "k3"
+
+
+@pytest.mark.parametrize("where", ["file", "line"])
+def test_unknown_key_is_named(recipe, where, capsys):
+    """A misspelt option must not be ignored; the message names it and the likely one."""
+    argv = ["train", "--config", str(recipe)]
+    if where == "file":
+        recipe.write_text(recipe.read_text() + "query_kl_coeff: 1\n")
+    else:
+        argv += ["--query_kl_coeff", "1"]
+    assert cli.main(argv) == 2
+    message = capsys.readouterr().err
+    assert "query_kl_coeff" in message and "did you mean query_kl_coef?" in message
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--query_kl_estimator", "k4", "query_kl_estimator must be one of 'k1', 'k2', 'k3', found 'k4'"),
+        ("--query_kl_coef", "-1", "query_kl_coef must be a finite number >= 0, found -1.0"),
+        ("--preset", "release", "preset='release' is not available yet"),
+        ("--preset", "papre", "preset must be one of 'paper', found 'papre'"),
+        ("--query_weight", "softmax", "query_weight must be one of 'nll_ratio', 'uniform', found 'softmax'"),
+        ("--query_weight_clip", "2", "query_weight_clip must hold two numbers"),
+        ("--query_weight_source", "policy", "query_weight_source must be one of 'reference', found 'policy'"),
+        ("--reference_batch_tokens", "0", "reference_batch_tokens must be a number of tokens >= 1, found 0"),
+        ("--num_generations", "3", "must be divisible by num_generations"),
+        ("--auto_find_batch_size", "true", "auto_find_batch_size is not supported"),
+        ("--num_generations", "1", "at least 2 generations"),
+        ("--dataset", "nothing.jsonl", "nothing.jsonl"),
+        ("--reward_funcs", "acuracy", "acuracy"),
+    ],
+)
+def test_bad_values_are_refused_with_the_field(recipe, option, value, message, capsys):
+    """Each message names the field, the value found and what is allowed; exit status 2, no traceback."""
+    assert cli.main(["train", "--config", str(recipe), option, value]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_config_file_is_named(capsys):
+    assert cli.main(["train", "--config", "no/such.yaml"]) == 2
+    assert "no file 'no/such.yaml'" in capsys.readouterr().err
+
+
+def test_train_saves_a_model(recipe, tmp_path, capsys):
+    """The main path: a recipe in, a model and its card out."""
+    assert cli.main(["train", "--config", str(recipe)]) == 0
+    out = tmp_path / "out"
+    assert (out / "model.safetensors").stat().st_size > 0
+    card = (out / "checkpoint-1" / "README.md") if (out / "checkpoint-1" / "README.md").exists() else out / "README.md"
+    text = card.read_text()
+    assert "2608.23311" in text and "- erpo" in text
+    state = json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["log_history"][0]["query/alpha"] == 1e-3
+    assert "Model saved to" in capsys.readouterr().out
+
+
+def test_help_is_lazy():
+    """`--help` and the import must not load torch."""
+    code = "import sys, erpo_trl.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout and "demo" in done.stdout
+
+
+def test_module_entry_point_reports_errors_in_one_line():
+    """`accelerate launch -m erpo_trl.cli` runs the file as __main__; its errors are the same one-liners."""
+    done = subprocess.run(
+        [sys.executable, "-m", "erpo_trl.cli", "train", "--config", "no/such.yaml"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "no file 'no/such.yaml'" in done.stderr

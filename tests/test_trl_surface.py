@@ -1,0 +1,85 @@
+"""TRL's private names that the package stands on. Runs against every supported TRL."""
+
+import importlib
+import inspect
+from importlib.metadata import version
+
+import pytest
+import torch
+from helpers import make_config
+
+import erpo_trl._trl as surface
+
+
+pytestmark = pytest.mark.both_trls
+
+
+@pytest.mark.parametrize("module", surface.PRIVATE_NAMES)
+def test_names_exist(module):
+    """A renamed private name must fail here, by name, and not as a missing column in somebody's run."""
+    loaded = importlib.import_module(module)
+    for owner, names in surface.PRIVATE_NAMES[module].items():
+        holder = loaded if owner is None else getattr(loaded, owner)
+        missing = [name for name in names if not hasattr(holder, name)]
+        assert not missing, f"TRL {version('trl')} has no {module}.{owner or ''} {missing}: the hook must be adapted"
+
+
+def test_attributes_exist(trainer):
+    """Attributes are set by the constructor or by training, so they are looked for after one step."""
+    run = trainer(max_steps=1)
+    run.train()
+    missing = [name for name in surface.PRIVATE_ATTRIBUTES if not hasattr(run, name)]
+    assert not missing, f"TRL {version('trl')} sets no {missing}: the hook must be adapted"
+
+
+def test_forward_is_called_as_the_reader_expects():
+    """The query reader needs `labels` and `fused_lm_head` by keyword and one call per loss."""
+    from trl import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "labels=labels, fused_lm_head=True" in source
+    assert inspect.getsource(GRPOTrainer._compute_loss).count("_get_per_token_logps_and_entropies(") == 1
+
+
+def test_advantages_may_be_per_token():
+    """Weights multiply (B,) advantages; trust regions will hand over (B, T)."""
+    from trl import GRPOTrainer
+
+    assert "advantages.dim() == 1" in inspect.getsource(GRPOTrainer._compute_loss)
+
+
+@pytest.mark.parametrize("found, supported", [("1.14.2", False), ("1.15.0", True), ("1.16.3", True), ("1.17.0", False)])
+def test_unsupported_versions_are_refused(monkeypatch, found, supported):
+    """An untested TRL must be refused at import, with the range that works."""
+    monkeypatch.setattr(surface, "version", lambda name: found)
+    if supported:
+        surface.require_supported_trl()
+        return
+    with pytest.raises(ImportError, match=rf"supports TRL .*1\.15.* found {found}"):
+        surface.require_supported_trl()
+
+
+def test_loss_scale_is_known(tmp_path):
+    """GRPO scales its own loss for accumulation; the penalty relies on it."""
+    from trl import GRPOTrainer
+
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
+    assert make_config(tmp_path).gradient_accumulation_steps >= 1
+
+
+def test_fused_head_returns_next_token_log_probs(tokenizer):
+    """(B, T-1) log-probs, entry t about token t+1, zero where the label is -100."""
+    from helpers import tiny_model
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = tiny_model("qwen2").eval()
+    ids = torch.tensor([[20, 31, 42, 53]])
+    with torch.no_grad():
+        expected = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        add_fused_lm_head(model)
+        labels = ids.clone()
+        labels[0, 2] = -100
+        found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+    assert found.shape == (1, 3)
+    assert found[0, 1] == 0
+    torch.testing.assert_close(found[0, [0, 2]], expected[0, [0, 2]])
