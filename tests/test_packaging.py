@@ -10,7 +10,13 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
-DEMO_FILES = {"model/model.safetensors", "model/config.json", "model/tokenizer.json", "model/chat_template.jinja", "demo.yaml"}
+DEMO_FILES = {
+    "model/model.safetensors",
+    "model/config.json",
+    "model/tokenizer.json",
+    "model/chat_template.jinja",
+    "demo.yaml",
+}
 
 
 @pytest.mark.slow

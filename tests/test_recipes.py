@@ -14,7 +14,9 @@ NAMES = sorted(str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml"
 
 def parsed(name, monkeypatch):
     # A recipe for a GPU asks for bf16, which transformers refuses on machines without it
-    monkeypatch.setattr("transformers.training_args.TrainingArguments._validate_args", lambda self: None, raising=False)
+    monkeypatch.setattr(
+        "transformers.training_args.TrainingArguments._validate_args", lambda self: None, raising=False
+    )
     options = ["--config", str(RECIPES / name), "--use_cpu", "true"]
     return parse(options)
 
