@@ -5,7 +5,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-
 # Name -> (module, function, help). Imported when called: `--help` must not wait for torch.
 COMMANDS = {
     "train": ("train", "main", "train a model with ERPO from a YAML recipe and command-line options"),

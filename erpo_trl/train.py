@@ -89,7 +89,9 @@ def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
         raise InputError(str(error)) from error
     for where, unknown in (("config file", from_file), ("command line", from_line)):
         if unknown:
-            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{_suggestion(unknown[0])}")
+            raise InputError(
+                f"unknown option in the {where}: {unknown[0].removeprefix('--')}{_suggestion(unknown[0])}"
+            )
     return tuple(configs)
 
 

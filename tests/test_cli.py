@@ -9,7 +9,6 @@ import pytest
 from erpo_trl import cli
 from erpo_trl.train import parse
 
-
 QUICK = """
 model_name_or_path: demo
 dataset: arithmetic

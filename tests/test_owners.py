@@ -55,4 +55,4 @@ def test_shares_of_every_query_sum_to_one(seed):
         assert queries == len(np.unique(keys[scored]))
         for key, part in zip(keys[rank][owner], share[owner]):
             total[key] = total.get(key, 0) + part
-    assert total == pytest.approx({key: 1.0 for key in np.unique(keys[scored])})
+    assert total == pytest.approx(dict.fromkeys(np.unique(keys[scored]), 1.0))

@@ -7,7 +7,6 @@ import yaml
 
 from erpo_trl.train import parse
 
-
 RECIPES = Path(__file__).parents[1] / "recipes"
 NAMES = sorted(str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml"))
 

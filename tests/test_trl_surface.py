@@ -11,7 +11,6 @@ from helpers import make_config, make_trainer
 
 import erpo_trl._trl as surface
 
-
 # TRL 1.15's fused head exists only where Triton does, so beside it the tests here read and do not run
 both_trls = pytest.mark.both_trls
 
