@@ -170,7 +170,8 @@ class DatasetMapper:
         names = [f"{reference.fingerprint}-{key:016x}" for key in keys.tolist()]
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
-            known = np.array([a == b for a, b in zip(dataset["query_fingerprint"], names)], dtype=bool)
+            columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], names, ids)
+            known = np.array([found == name and len(logps) == len(row) - 1 for found, logps, name, row in columns])
         scorable = np.array([len(row) > 1 for row in ids], dtype=bool)
 
         distinct, first = np.unique(keys[scorable], return_index=True)
@@ -323,18 +324,12 @@ class DatasetMapper:
         rows = gather_object(rows) if state.num_processes > 1 else rows
         keys = [key for key, _ in rows]
 
-        def add():
-            table.add(keys, [logps for _, logps in rows])
-
-        if state.is_main_process:
-            add()
-        state.wait_for_everyone()
-        table.refresh()
-        # Another machine whose cache folder is its own
-        if not table.contains(keys).all() and state.is_local_main_process:
-            add()
-        state.wait_for_everyone()
-        table.refresh()
+        # Once for a folder that all share, once a machine for folders of machines, once a process for folders of processes
+        for writer in (state.is_main_process, state.is_local_main_process, True):
+            if writer and not table.contains(keys).all():
+                table.add(keys, [logps for _, logps in rows])
+            state.wait_for_everyone()
+            table.refresh()
 
     @contextlib.contextmanager
     def _reference_policy(self, reference: Reference) -> Iterator[nn.Module]:

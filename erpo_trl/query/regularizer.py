@@ -6,6 +6,7 @@ Settled per step: which rows score their query and for how much of it, so that t
 batch is cut into micro-batches, generations and ranks.
 """
 
+import inspect
 import json
 import math
 import os
@@ -39,16 +40,10 @@ class QueryRegularizerMixin:
     """
 
     def __init__(self, *args, **kwargs):
+        # Before anything is loaded
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        _refuse_unsupported(given)
         super().__init__(*args, **kwargs)
-        if getattr(self, "environment_factories", None) is not None:
-            raise ValueError(
-                "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
-                "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
-            )
-        for dataset in self._datasets():
-            _refuse_images(dataset)
-            if isinstance(dataset, IterableDataset):
-                _require_columns_in_stream(dataset)
         self._align_save_steps()
 
         for model in (self.model, getattr(self, "ref_model", None)):
@@ -66,6 +61,7 @@ class QueryRegularizerMixin:
         )
         self._mean_nll: float | None = None  # s̄, nats
         self._reference_ready = False
+        self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
         self._step_batches: list = []  # raw generation batches of the optimizer step at hand
         self._step_queue: deque = deque()  # its settled micro-batches
@@ -77,11 +73,6 @@ class QueryRegularizerMixin:
         return self.args.query_kl_coef
 
     # ---- construction
-
-    def _datasets(self) -> list:
-        evaluation = self.eval_dataset
-        evaluation = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
-        return [dataset for dataset in (self.train_dataset, *evaluation) if dataset is not None]
 
     def _generation_window(self) -> int:
         """Optimizer steps between two points where a step ends and no generated completion is left over."""
@@ -165,14 +156,26 @@ class QueryRegularizerMixin:
         missing = [name for name in REFERENCE_FEATURES if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
 
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        # TRL's sampler draws one permutation an epoch from a generator of its own, which no checkpoint holds: a run resumed
+        # in a later epoch would go through the first one's order again
+        for _ in range(self._epochs_before_resume):
+            next(iter(sampler), None)
+        return sampler
+
     # ---- resume
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         state = _read_state(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, os.PathLike)) else None
+        self._epochs_before_resume = 0
         if state is not None:
-            self._refuse_cut_generation(resume_from_checkpoint)
+            with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
+                progress = json.load(file)
+            self._refuse_cut_generation(resume_from_checkpoint, progress)
+            self._epochs_before_resume = int(progress["epoch"])
             self._resume_reference(state)
         # Before the checkpoint's weights are loaded: the model still is what the user handed over
         self.prepare_reference()
@@ -193,11 +196,10 @@ class QueryRegularizerMixin:
         self.dataset_mapper.reference = reference
         self._mean_nll = state["mean_nll"]
 
-    def _refuse_cut_generation(self, checkpoint: str) -> None:
-        with open(os.path.join(checkpoint, "trainer_state.json")) as file:
-            saved = json.load(file)
-        step, window = saved["global_step"], self._generation_window()
-        if step % window and step < saved["max_steps"]:
+    def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
+        step, window, args = progress["global_step"], self._generation_window(), self.args
+        longer = args.max_steps > step if args.max_steps > 0 else args.num_train_epochs > progress["num_train_epochs"]
+        if step % window and (step < progress["max_steps"] or longer):
             raise ValueError(
                 f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch that spans {window} "
                 f"optimizer steps; its completions are gone. Resume from a checkpoint at a multiple of {window} steps."
@@ -398,6 +400,24 @@ def _autocast_dtype(args) -> torch.dtype | None:
 def _shorten(prompt) -> str:
     text = repr(prompt)
     return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _refuse_unsupported(given: dict) -> None:
+    """Raise for constructor arguments whose prompts have no likelihood known beforehand."""
+    if given.get("environment_factory") is not None:
+        raise ValueError(
+            "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
+            "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
+        )
+    evaluation = given.get("eval_dataset")
+    for dataset in (
+        given.get("train_dataset"),
+        *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]),
+    ):
+        if dataset is not None:
+            _refuse_images(dataset)
+        if isinstance(dataset, IterableDataset):
+            _require_columns_in_stream(dataset)
 
 
 def _refuse_images(dataset) -> None:
