@@ -10,17 +10,19 @@ import resource
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from ..cli import InputError
 from ..data import load_arithmetic
-from ..query.divergence import k3, query_kl
+from ..query.divergence import query_kl
 from ..query.likelihood import scored_token_mask
 from ..rewards import score_answer
 from ..train import make_trainer, parse
@@ -72,17 +74,17 @@ def accuracies(model, tokenizer, problems: Dataset, max_new_tokens: int, seed: i
     return result
 
 
-def token_logps(model, ids: Tensor, mask: Tensor) -> Tensor:
-    """(N, T-1) log-probs in nats of each next token."""
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+def distributions(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """(N, T-1, V) log-probs in nats of every next token."""
+    return model(input_ids=ids, attention_mask=mask).logits[:, :-1].float().log_softmax(-1)
 
 
 class DriftProbe(TrainerCallback):
     """Query-KL and Policy-KL to the pre-RL model on held-out problems, measured alike for every method.
 
-    Query-KL: k3 per prompt token, averaged over the prompt, then over prompts. Policy-KL: k3 per token of completions sampled
-    from the policy at T=1, averaged over tokens. Leaves the random state as found.
+    Query-KL: k3 per prompt token, averaged over the prompt, then over prompts. Policy-KL: KL(π‖π_0) of the next-token
+    distributions along completions sampled from the policy at T=1, summed over the vocabulary and averaged over tokens.
+    Leaves the random state as found.
     """
 
     def __init__(self, problems: Dataset, tokenizer, max_new_tokens: int):
@@ -110,10 +112,11 @@ class DriftProbe(TrainerCallback):
         # Everything up to the first end of turn, that one included
         real = (ended == 0) | ((ended == 1) & (completion == self.tokenizer.eos_token_id))
         mask = torch.cat([prompt_mask, real.long()], dim=1)
-        now, before = token_logps(model, ids, mask), token_logps(self.base, ids, mask)
+        now, before = distributions(model, ids, mask), distributions(self.base, ids, mask)
         width = prompt_mask.shape[1] - 1
-        drift = query_kl(now[:, :width], before[:, :width], scored_token_mask(prompt_mask))
-        policy = k3(before[:, width:] - now[:, width:])[real].mean()
+        logps, ref_logps = (x[:, :width].gather(-1, ids[:, 1 : width + 1, None]).squeeze(-1) for x in (now, before))
+        drift = query_kl(logps, ref_logps, scored_token_mask(prompt_mask))
+        policy = (now.exp() * (now - before)).sum(-1)[:, width:][real].mean()
         self.curve.append({"step": step, "query_kl": drift.mean().item(), "policy_kl": policy.item()})
         model.train(training)
 
@@ -218,6 +221,9 @@ def main(argv: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     if options.held_out < 1:
         raise InputError(f"--held_out must be at least 1, found {options.held_out}")
+    transformers.utils.logging.disable_progress_bar()
+    # TRL and transformers warn of each other's deprecations; nothing the user of a demo can act on
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if options.method:
         train_method(options.method, options.output / options.method.lower(), rest, options.held_out)
         return
