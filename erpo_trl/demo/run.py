@@ -6,6 +6,7 @@ holds what this run measured.
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -221,6 +222,8 @@ def main(argv: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     if options.held_out < 1:
         raise InputError(f"--held_out must be at least 1, found {options.held_out}")
+    # More threads gain nothing on a model this small, and wait for each other wherever a core is busy with something else
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     transformers.utils.logging.disable_progress_bar()
     # TRL and transformers warn of each other's deprecations; nothing the user of a demo can act on
     warnings.filterwarnings("ignore", category=FutureWarning)
