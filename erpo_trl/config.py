@@ -1,10 +1,12 @@
 """ERPOConfig: TRL's GRPOConfig plus the fields of the environment side. Every default and every preset stands here."""
 
 import math
+import os
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
+from .policy.trust_region import REGIONS
 from .query.divergence import ESTIMATORS, LEVELS
 from .query.weights import WEIGHT_SCHEMES
 
@@ -13,7 +15,6 @@ PRESETS = {
     "paper": {
         "query_kl_estimator": "k3",
         "query_kl_level": "token",
-        "query_kl_length_normalize": False,
         "query_weight": "nll_ratio",
         "query_weight_clip": (0.0, 2.0),
         "query_weight_source": "reference",
@@ -45,13 +46,13 @@ class ERPOConfig(GRPOConfig):
         query_kl_level (`str`, *optional*):
             `"token"`: estimator per token, averaged over the query's scored tokens. `"sequence"`: estimator on the sum of
             x over the query. Preset `paper`: `"token"` (authors' release; the paper is silent).
-        query_kl_length_normalize (`bool`, *optional*):
-            With `"sequence"`: estimator on the mean of x over the query's scored tokens. Preset `paper`: `False`.
+        query_kl_length_normalize (`bool`, *optional*, defaults to `False`):
+            With `"sequence"`: estimator on the mean of x over the query's scored tokens.
         query_weight (`str`, *optional*):
             Weight w(q) on a query's advantages: `"nll_ratio"` (s̄/s(q), s the reference NLL in nats and s̄ its mean over
             the training set) or `"uniform"` (1). Preset `paper`: `"nll_ratio"` (paper section 4.2).
         query_weight_clip (`list[float]`, *optional*):
-            Lowest and highest weight. Preset `paper`: `[0, 2]`.
+            Lowest and highest weight of any scheme but `uniform`. Preset `paper`: `[0, 2]`.
         query_weight_source (`str`, *optional*):
             Whose likelihood the weight reads: `"reference"` (constant over the run). Preset `paper`: `"reference"`.
         reference_cache_dir (`str`, *optional*):
@@ -63,6 +64,22 @@ class ERPOConfig(GRPOConfig):
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
             with absolute positions, which cannot run past their table).
+        trust_region (`str`, *optional*, defaults to `"ratio_clip"`):
+            How a token's policy gradient is weighted by how far the policy has moved on it since the rollout:
+            `"ratio_clip"` (TRL's own, set by `epsilon`), `"none"`, `"spo"`, `"dppo_tv"`, `"dppo_kl"`, `"drpo"`,
+            `"drpo_mask"`, and the ablations `"drpo_no_advantage"`, `"drpo_tv"`, `"drpo_kl"`, `"drpo_k3"`. Any but
+            `ratio_clip` replaces the clip and keeps `loss_type` as the aggregation. See `policy/trust_region.py`.
+        trust_region_delta (`float`, *optional*):
+            δ, the radius: of the probability shift |π - μ| (at most 1), or in nats for `dppo_kl`. Needed by every region but
+            `none` and `spo`. DRPO's authors run 12.5, where the boundary is out of reach and the region only dampens.
+        trust_region_delta_low (`float`, *optional*), trust_region_delta_high (`float`, *optional*):
+            Radius of the masks where the probability fell and where it rose. Default: `trust_region_delta`.
+        trust_region_ratio_cap (`float`, *optional*, defaults to `20.0`):
+            C, at which DPPO truncates the ratio of the tokens it keeps.
+        trust_region_coef (`float`, *optional*):
+            c, the coefficient of `drpo_tv`, `drpo_kl` and `drpo_k3`. Default: 1/δ (the paper's values were not found).
+        spo_epsilon (`float`, *optional*, defaults to `0.2`):
+            ε, SPO's radius of |r - 1|.
     """
 
     preset: str = field(
@@ -81,9 +98,9 @@ class ERPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "'token' (mean over the query's tokens) or 'sequence'. Preset 'paper': token."},
     )
-    query_kl_length_normalize: bool | None = field(
-        default=None,
-        metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token. Preset 'paper': False."},
+    query_kl_length_normalize: bool = field(
+        default=False,
+        metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token."},
     )
     query_weight: str | None = field(
         default=None,
@@ -112,9 +129,31 @@ class ERPOConfig(GRPOConfig):
         },
     )
 
+    trust_region: str = field(
+        default="ratio_clip",
+        metadata={"help": "Weight on a token's policy gradient: ratio_clip (TRL's), none, spo, dppo_*, drpo*."},
+    )
+    trust_region_delta: float | None = field(
+        default=None,
+        metadata={"help": "Radius delta of the trust region: of |pi - mu|, or in nats for dppo_kl."},
+    )
+    trust_region_delta_low: float | None = field(
+        default=None, metadata={"help": "Radius of the masks where the probability fell. Default: the radius."}
+    )
+    trust_region_delta_high: float | None = field(
+        default=None, metadata={"help": "Radius of the masks where the probability rose. Default: the radius."}
+    )
+    trust_region_ratio_cap: float = field(
+        default=20.0, metadata={"help": "Where DPPO truncates the ratio of the tokens it keeps."}
+    )
+    trust_region_coef: float | None = field(
+        default=None, metadata={"help": "Coefficient of drpo_tv, drpo_kl and drpo_k3. Default: 1/delta."}
+    )
+    spo_epsilon: float = field(default=0.2, metadata={"help": "SPO's radius of |r - 1|."})
+
     def __post_init__(self):
         super().__post_init__()
-        if self.preset in UNAVAILABLE_PRESETS:
+        if isinstance(self.preset, str) and self.preset in UNAVAILABLE_PRESETS:
             raise ValueError(f"preset={self.preset!r} is not available yet: {UNAVAILABLE_PRESETS[self.preset]}.")
         _require_one_of("preset", self.preset, PRESETS)
         for name, value in PRESETS[self.preset].items():
@@ -142,12 +181,53 @@ class ERPOConfig(GRPOConfig):
         self.query_weight_clip = [low, high]
         for name in ("reference_batch_tokens", "max_prompt_length"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be a number of tokens >= 1, found {value}.")
+            if value is None and name == "max_prompt_length":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of tokens >= 1, found {value!r}.")
+        if not isinstance(self.query_kl_length_normalize, bool):
+            raise ValueError(
+                f"query_kl_length_normalize must be true or false, found {self.query_kl_length_normalize!r}."
+            )
+        if self.reference_cache_dir is not None:
+            if not isinstance(self.reference_cache_dir, (str, os.PathLike)):
+                raise ValueError(f"reference_cache_dir must be a path, found {self.reference_cache_dir!r}.")
+            self.reference_cache_dir = os.path.expanduser(self.reference_cache_dir)
+        self._check_trust_region()
+
+    def _check_trust_region(self) -> None:
+        _require_one_of("trust_region", self.trust_region, ("ratio_clip", *REGIONS))
+        for name in ("delta", "delta_low", "delta_high", "ratio_cap", "coef"):
+            value = getattr(self, f"trust_region_{name}")
+            if value is not None and not value > 0:
+                raise ValueError(f"trust_region_{name} must be > 0, found {value}.")
+        if not self.spo_epsilon > 0:
+            raise ValueError(f"spo_epsilon must be > 0, found {self.spo_epsilon}.")
+        if self.trust_region == "ratio_clip":
+            return
+        if self.trust_region not in ("none", "spo") and self.trust_region_delta is None:
+            raise ValueError(f"trust_region={self.trust_region!r} needs its radius: set trust_region_delta.")
+        if self.loss_type in ("sapo", "vespo"):
+            raise ValueError(
+                f"loss_type={self.loss_type!r} is itself a trust region, so trust_region={self.trust_region!r} cannot replace "
+                "its ratio weights: use loss_type 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo' or 'luspo' for the aggregation."
+            )
+        if self.importance_sampling_level != "token":
+            raise ValueError(
+                f"trust_region={self.trust_region!r} weights single tokens: set importance_sampling_level='token', found "
+                f"{self.importance_sampling_level!r}."
+            )
+        if self.delta is not None:
+            raise ValueError(f"delta clips TRL's ratio, which trust_region={self.trust_region!r} replaces: unset it.")
+        if self.beta != 0 and self.use_bias_correction_kl:
+            raise ValueError(
+                f"use_bias_correction_kl multiplies the Policy-KL by TRL's ratio, which trust_region={self.trust_region!r} "
+                "replaces: set it to False, or beta to 0."
+            )
 
 
 def _require_one_of(name: str, value, allowed) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, found {value!r}.")
 
 

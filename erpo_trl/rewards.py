@@ -16,6 +16,7 @@ Known limits, each of them pinned by a test:
 """
 
 import atexit
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -319,11 +320,17 @@ def _import_module(location: str):
     path = Path(location).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    name = f"erpo_trl_reward_{path.stem}"
+    name = f"erpo_trl_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]  # two rewards of one file share its globals
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that what the file defines can be pickled
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -2,11 +2,13 @@
 
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import transformers
+import yaml
 from datasets import Dataset
 from packaging.version import Version
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -65,6 +67,12 @@ class DataArguments:
         metadata={"help": "Rewards by name (accuracy, format) or import path (package.module:function)."},
     )
 
+    def __post_init__(self):
+        if isinstance(self.reward_funcs, str):  # `reward_funcs: accuracy` in YAML
+            self.reward_funcs = [self.reward_funcs]
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows must be >= 1, found {self.max_rows}.")
+
 
 CONFIGS = (DataArguments, ERPOConfig, ModelConfig)
 
@@ -75,7 +83,7 @@ def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
     Raises:
         InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
     """
-    argv = list(argv)
+    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
     if "--config" in argv:
         at = argv.index("--config") + 1
         if at == len(argv) or not Path(argv[at]).is_file():
@@ -85,6 +93,8 @@ def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
         *configs, from_file, from_line = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
         )
+    except yaml.YAMLError as error:
+        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
     for where, unknown in (("config file", from_file), ("command line", from_line)):
@@ -124,6 +134,8 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> E
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
+    # A reward module in the working directory, as with TRL's own scripts
+    sys.path.insert(0, os.getcwd())
     try:
         rewards = [resolve_reward(name) for name in data.reward_funcs]
         train_dataset = _load(data, data.dataset, data.dataset_split)
@@ -132,17 +144,17 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> E
         eval_dataset = None
         if data.eval_dataset is not None:
             eval_dataset = _load(data, data.eval_dataset, data.eval_dataset_split)
+        return ERPOTrainer(
+            model=model.model_name_or_path,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
-    return ERPOTrainer(
-        model=model.model_name_or_path,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import textwrap
 from trl import GRPOTrainer
 
 from .config import ERPOConfig
+from .policy.mixin import TrustRegionMixin
 from .query.regularizer import QueryRegularizerMixin
 
 ERPO_PAPER = {
@@ -20,7 +21,7 @@ ERPO_PAPER = {
 }
 
 
-class ERPOTrainer(QueryRegularizerMixin, GRPOTrainer):
+class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
     """GRPO with ERPO's Query-KL penalty and query weights in place of the Policy-KL.
 
     Takes what [`~trl.GRPOTrainer`] takes, with an [`ERPOConfig`] as `args` (default: one with its defaults), and works

@@ -72,7 +72,7 @@ def test_unknown_key_is_named(recipe, where, capsys):
         ("--query_weight", "softmax", "query_weight must be one of 'nll_ratio', 'uniform', found 'softmax'"),
         ("--query_weight_clip", "2", "query_weight_clip must hold two numbers"),
         ("--query_weight_source", "policy", "query_weight_source must be one of 'reference', found 'policy'"),
-        ("--reference_batch_tokens", "0", "reference_batch_tokens must be a number of tokens >= 1, found 0"),
+        ("--reference_batch_tokens", "0", "reference_batch_tokens must be a whole number of tokens >= 1, found 0"),
         ("--num_generations", "3", "must be divisible by num_generations"),
         ("--auto_find_batch_size", "true", "auto_find_batch_size is not supported"),
         ("--num_generations", "1", "at least 2 generations"),

@@ -139,7 +139,7 @@ class ProgressLine(TrainerCallback):
 
 def train_method(method: str, output: Path, options: Sequence[str], held_out: int) -> None:
     """Train one method and leave `result.json`, `log_history.json` and `model/` in `output`."""
-    arguments = ["--config", str(RECIPE), "--output_dir", str(output / "model"), *METHODS[method], *options]
+    arguments = ["--config", str(RECIPE), *options, "--output_dir", str(output / "model"), *METHODS[method]]
     trainer = make_trainer(*parse(arguments))
     problems = load_arithmetic("test", n=held_out)
     tokenizer, length = trainer.processing_class, trainer.max_completion_length

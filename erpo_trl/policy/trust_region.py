@@ -17,6 +17,9 @@ from torch import Tensor
 
 # |log r| in nats beyond which r stands still: e^40 squared is finite in float32, and no gradient should be that large
 LOG_RATIO_BOUND = 40.0
+# |log r| in nats up to which a token counts as not moved where only the sign of the move matters: float32 rounding of two
+# forwards of the same weights, which would otherwise draw that sign at random
+NOT_MOVED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def drpo_no_advantage_objective(move: Move, advantage: Tensor, params: RegionPar
 
 def drpo_tv(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
     """Penalty on |r - 1|: weight 1 - c·sign(A(r-1))."""
-    return advantage - params.c * advantage.abs() * torch.sign(move.log_r)
+    direction = torch.where(move.log_r.abs() <= NOT_MOVED, 0.0, move.log_r.sign())
+    return advantage - params.c * advantage.abs() * direction
 
 
 def drpo_tv_objective(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:

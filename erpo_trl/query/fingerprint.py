@@ -5,7 +5,6 @@ an adapter that changes nothing would score again for nothing.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -58,15 +57,28 @@ def adapter_is_inert(model: nn.Module) -> bool:
     return all(not p.detach().any() for p in products)
 
 
-def weights_digest(model: nn.Module, adapter: bool) -> str:
-    """Digest of every weight and buffer of `model`; with `adapter` False, of its base model alone.
+def weights_digest(model: nn.Module, adapter: bool, cast_lm_head_to_fp32: bool = False) -> str:
+    """Digest of every weight and buffer of `model` that takes part in its log-probs.
 
-    Names are those of the base model, so a table scored on it serves a LoRA run and a full run alike.
+    Args:
+        model: names are those of the base model, so a table scored on it serves a LoRA run and a full run alike.
+        adapter: False leaves all adapters out, True those that are not active (TRL adds a frozen copy as "ref").
+        cast_lm_head_to_fp32: digest the head in float32, as which TRL's trainers store it with this setting.
     """
+    if any(getattr(p, "ds_shape", None) is not None and not p.numel() for p in model.parameters()):
+        raise ValueError(
+            "The model's parameters are sharded by DeepSpeed ZeRO-3, which the reference scoring cannot read yet. Train with "
+            "ZeRO-2 or DDP."
+        )
+    inactive = set(model.peft_config) - set(model.active_adapters) if is_peft_model(model) else set()
+    head = model.get_output_embeddings()
+    head_places = {head.weight.data_ptr()} if cast_lm_head_to_fp32 and head is not None else set()
     digest = xxhash.xxh3_128()
     seen = set()
     for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor) or (not adapter and re.search(r"\.(lora|vera|ia3|hada|lokr)_", name)):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if inactive & set(name.split(".")) or (not adapter and ".lora_" in name):
             continue
         name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         # Tied weights stand twice in a state dict
@@ -74,11 +86,29 @@ def weights_digest(model: nn.Module, adapter: bool) -> str:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
+        if tensor.data_ptr() in head_places:
+            tensor = tensor.float()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _CHUNK):
             digest.update(flat[start : start + _CHUNK].cpu().numpy())
     return digest.hexdigest()
+
+
+def adapter_settings(model: nn.Module) -> dict:
+    """What the active adapters of a PEFT model do besides their weights: type and scaling."""
+    neutral = {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"}
+    configs = {
+        name: {key: value for key, value in model.peft_config[name].to_dict().items() if key not in neutral}
+        for name in model.active_adapters
+    }
+    # Scaling can be changed after construction, so that the config alone does not tell it
+    scaling = {
+        name: {adapter: module.scaling[adapter] for adapter in model.active_adapters if adapter in module.scaling}
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict)
+    }
+    return {"configs": configs, "scaling": scaling}
 
 
 def reference_settings(model: nn.Module, head: dict, adapter: bool) -> dict:
@@ -91,7 +121,8 @@ def reference_settings(model: nn.Module, head: dict, adapter: bool) -> dict:
     """
     config = model.config.get_text_config().to_dict()
     return {
-        "weights": weights_digest(model, adapter),
+        "weights": weights_digest(model, adapter, head["cast_lm_head_to_fp32"]),
+        "adapter": adapter_settings(model) if adapter else None,
         "config": {key: value for key, value in sorted(config.items()) if key not in _NEUTRAL_CONFIG},
         "head": head,
         "versions": {"erpo_trl": __version__, **{name: version(name) for name in ("transformers", "trl")}},
@@ -100,4 +131,8 @@ def reference_settings(model: nn.Module, head: dict, adapter: bool) -> dict:
 
 def fingerprint(settings: dict) -> str:
     """16 hex digits that name a mapping."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True, default=str).encode())
+    # Sets, which PEFT configs hold, have no order that would survive a new process
+    text = json.dumps(
+        settings, sort_keys=True, default=lambda x: sorted(map(str, x)) if isinstance(x, set) else str(x)
+    )
+    return xxhash.xxh3_64_hexdigest(text.encode())

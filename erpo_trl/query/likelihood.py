@@ -63,17 +63,20 @@ class QueryReader:
 
 
 def has_absolute_positions(model: nn.Module) -> bool:
-    """Whether the model looks positions up in a learned table (GPT-2 type), so that left padding shifts them."""
+    """Whether the model looks positions up in a table (GPT-2 type), so that left padding shifts them."""
     config = model.config.get_text_config()
     lengths = {getattr(config, name, None) for name in ("n_positions", "max_position_embeddings")} - {None}
     # OPT-type tables hold two rows more than there are positions
     sizes = lengths | {n + 2 for n in lengths}
     accepts = "position_ids" in inspect.signature(type(model).forward).parameters
     tokens = model.get_input_embeddings()
-    return accepts and any(
-        isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings in sizes
+    # Sinusoidal tables (XGLM) are a buffer called `weights`
+    tables = [
+        module.weight if isinstance(module, nn.Embedding) else getattr(module, "weights", None)
         for module in model.modules()
-    )
+        if module is not tokens
+    ]
+    return accepts and any(isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] in sizes for x in tables)
 
 
 def pass_position_ids(model: nn.Module) -> None:

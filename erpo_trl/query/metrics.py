@@ -18,8 +18,9 @@ class QueryMetrics:
         self.micro_batches = 0
         self._queries: list[np.ndarray] = []  # per step (Q,) keys of its scored queries
         self._values: list[np.ndarray] = []  # per step (Q, 3): their R̂, NLL, NLL drift
-        self._weights: list[np.ndarray] = []  # per step the weights of all its distinct queries
-        self._unscored: list[int] = []
+        self._seen: list[np.ndarray] = []  # per step (D,) keys of all its distinct queries, scored or not
+        self._weights: list[np.ndarray] = []  # per step (D,) their weights
+        self._unscored: list[int] = []  # per step the rows without likelihood
 
     def open(self, keys: np.ndarray, scored: np.ndarray, micro_batches: int) -> None:
         """Begin a step.
@@ -40,7 +41,8 @@ class QueryMetrics:
         self._queries.append(distinct)
         self._values.append(rows[owner][first, 1:4].astype(np.float64))
         real = self._scored >= 0
-        _, first = np.unique(self._keys[real], return_index=True)
+        seen, first = np.unique(self._keys[real], return_index=True)
+        self._seen.append(seen)
         self._weights.append(rows[..., 4][real][first].astype(np.float64))
         self._unscored.append(int((self._scored == 0).sum()))
 
@@ -48,21 +50,25 @@ class QueryMetrics:
         """Metrics since the last summary, then start anew; empty without a closed step.
 
         Args:
-            distinct: count a query that several steps held once (evaluation: the sampler repeats rows to fill batches).
+            distinct: count a query that several steps held once, and unscored queries instead of rows (evaluation: the
+                sampler repeats rows to fill batches).
         """
         if not self._queries:
             return {}
         queries, values = np.concatenate(self._queries), np.concatenate(self._values)
-        weights, unscored = np.concatenate(self._weights), self._unscored
-        self._queries, self._values, self._weights, self._unscored = [], [], [], []
+        seen, weights = np.concatenate(self._seen), np.concatenate(self._weights)
+        unscored = sum(self._unscored) / len(self._unscored)
         if distinct:
             values = values[np.unique(queries, return_index=True)[1]]
+            weights = weights[np.unique(seen, return_index=True)[1]]
+            unscored = len(weights) - len(values)
+        self._queries, self._values, self._seen, self._weights, self._unscored = [], [], [], [], []
         summary = {
             "weight_mean": weights.mean(),
             "weight_min": weights.min(),
             "weight_max": weights.max(),
             "weight_ess": effective_sample_fraction(torch.from_numpy(weights)),
-            "unscored_rows": sum(unscored) / len(unscored),
+            "unscored_rows": unscored,
         }
         if len(values):
             kl, nll, drift = values.T

@@ -154,8 +154,9 @@ class DatasetMapper:
             ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
-        if "prompt" not in dataset.column_names:
-            raise ValueError(f"The data set has no column 'prompt'; it has {dataset.column_names}.")
+        _require_mappable(dataset)
+        # Formats (numpy, torch) change what rows look like to the tokenizer; they are put back at the end
+        layout, dataset = dataset.format["type"], dataset.with_format(None)
         reference, settings = (self.reference, None) if self.reference else self._present_reference()
         table = ReferenceTable(self.cache_dir / reference.fingerprint)
 
@@ -171,7 +172,13 @@ class DatasetMapper:
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
             columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], names, ids)
-            known = np.array([found == name and len(logps) == len(row) - 1 for found, logps, name, row in columns])
+            known = np.array(
+                [
+                    found == name and logps is not None and len(logps) == len(row) - 1
+                    for found, logps, name, row in columns
+                ],
+                dtype=bool,
+            )
         scorable = np.array([len(row) > 1 for row in ids], dtype=bool)
 
         distinct, first = np.unique(keys[scorable], return_index=True)
@@ -185,11 +192,12 @@ class DatasetMapper:
 
         mapped = self._attach(dataset, table, keys, names, known, scorable, mean_nll)
         logger.info(str(self.report))
-        return mapped
+        return mapped.with_format(layout) if layout else mapped
 
     # ---- which reference
 
-    def _head(self) -> dict:
+    def head_settings(self) -> dict:
+        """What training does to logits before they are log-probs; the reference must be read the same way."""
         return {
             "temperature": self.config.temperature,
             "cast_lm_head_to_fp32": self.config.cast_lm_head_to_fp32,
@@ -202,7 +210,7 @@ class DatasetMapper:
             adapter = self.reference.adapter
         else:
             adapter = is_peft_model(self.model) and not adapter_is_inert(self.model)
-        settings = reference_settings(self.model, self._head(), adapter)
+        settings = reference_settings(self.model, self.head_settings(), adapter)
         return Reference(fingerprint(settings), adapter), settings
 
     # ---- ids
@@ -337,9 +345,12 @@ class DatasetMapper:
         model = self.model
         base = model.get_base_model() if is_peft_model(model) else model
         modes = [(module, module.training) for module in model.modules()]
+        # Leaving `disable_adapter` makes every adapter weight trainable, the ones a user froze included
+        trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         patched = base.__dict__.get("forward")
         device = model.get_input_embeddings().weight.device
         with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [parameter.requires_grad_(was) for parameter, was in trainable])
             stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
             stack.enter_context(torch.no_grad())
             if is_peft_model(model) and not reference.adapter:
@@ -383,7 +394,15 @@ class DatasetMapper:
         )
         self.report.forwards += 1
         logps = outputs.log_probs[:, -(longest - 1) :].float().cpu().numpy()
-        return [logps[row, : len(query) - 1] for row, query in enumerate(queries)]
+        logps = [logps[row, : len(query) - 1] for row, query in enumerate(queries)]
+        for query, values in zip(queries, logps):
+            if not np.isfinite(values).all():
+                text = self.processing_class.decode(query.tolist())
+                raise ValueError(
+                    f"The reference gives this prompt a log-probability that is no finite number: {text[:200]!r}. Check the "
+                    "model's weights and dtype."
+                )
+        return logps
 
     # ---- columns
 
@@ -399,6 +418,11 @@ class DatasetMapper:
             return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
 
         nll = np.array([abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))])
+        if not np.isfinite(nll).all():
+            row = int(np.flatnonzero(~np.isfinite(nll))[0])
+            raise ValueError(
+                f"Row {row} of the data set holds reference log-probs that are no finite numbers: map it again."
+            )
         if mean_nll is None:
             mean_nll = float(nll[scorable].mean()) if scorable.any() else float("nan")
         self.report.mean_nll = mean_nll
@@ -435,6 +459,31 @@ class DatasetMapper:
                 new_fingerprint=name.hexdigest(),
                 desc="Attaching the reference",
             )
+
+
+def _require_mappable(dataset) -> None:
+    """Raise, with what to do, for what cannot get columns."""
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"DatasetMapper maps a datasets.Dataset, found {type(dataset).__name__}: map the splits of a DatasetDict one by "
+            "one, and a stream as a Dataset before streaming it."
+        )
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            "The data set has a transform (set_transform), which would hide the reference columns: apply it with "
+            "dataset.map(...) first."
+        )
+    names = dataset.column_names
+    if "prompt" not in names:
+        raise ValueError(f"The data set has no column 'prompt'; it has {names}.")
+    taken = [name for name in REFERENCE_FEATURES if name in names]
+    if taken and len(taken) < len(REFERENCE_FEATURES):
+        raise ValueError(
+            f"The data set has {', '.join(taken)} but not all of {', '.join(REFERENCE_FEATURES)}: these names belong to "
+            "DatasetMapper. Rename your column, or remove what is left of an earlier mapping."
+        )
+    if not len(dataset):
+        raise ValueError("The data set has no rows.")
 
 
 @contextlib.contextmanager

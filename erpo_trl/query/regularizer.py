@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .divergence import query_kl
@@ -41,10 +41,21 @@ class QueryRegularizerMixin:
 
     def __init__(self, *args, **kwargs):
         # Before anything is loaded
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        _refuse_unsupported(given)
+        signatures = (inspect.signature(cls.__init__) for cls in type(self).__mro__)
+        trl = next(signature for signature in signatures if "train_dataset" in signature.parameters)
+        _refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
         self._align_save_steps()
+        if is_peft_model(self.model) and any(c.is_prompt_learning for c in self.model.peft_config.values()):
+            raise ValueError(
+                "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand "
+                "at a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
+            )
+        if not self.args.disable_dropout and (rate := _dropout_rate(self.model)):
+            logger.warning(
+                f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
+                "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
+            )
 
         for model in (self.model, getattr(self, "ref_model", None)):
             base = model.get_base_model() if model is not None and is_peft_model(model) else model
@@ -78,6 +89,16 @@ class QueryRegularizerMixin:
         """Optimizer steps between two points where a step ends and no generated completion is left over."""
         generate_every = self.args.steps_per_generation * self.args.num_iterations
         return generate_every // math.gcd(generate_every, self.args.gradient_accumulation_steps)
+
+    def _inside_generation(self, step: int) -> bool:
+        """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch."""
+        generate_every = self.args.steps_per_generation * self.args.num_iterations
+        accumulation = self.args.gradient_accumulation_steps
+        if isinstance(self.train_dataset, Dataset):
+            generations = len(self.train_dataset) // (self.args.generation_batch_size // self.args.num_generations)
+            # An epoch's last step may have fewer micro-batches than the others
+            step %= max(1, math.ceil(generations * generate_every / accumulation))
+        return step * accumulation % generate_every != 0
 
     def _align_save_steps(self) -> None:
         """Round `save_steps` up to where a checkpoint can be resumed.
@@ -119,7 +140,15 @@ class QueryRegularizerMixin:
 
     def _map_evaluation(self, dataset):
         """The data set with its columns; streams carry theirs, and a mapped set comes back at every evaluation."""
-        if not isinstance(dataset, Dataset) or dataset._fingerprint in self._mapped_evaluation:
+        if not isinstance(dataset, Dataset) or not len(dataset) or dataset._fingerprint in self._mapped_evaluation:
+            return dataset
+        if self._mean_nll is None:
+            # The training data is a stream: its mean NLL is known to whoever mapped it
+            if not set(REFERENCE_FEATURES) <= set(dataset.column_names):
+                raise ValueError(
+                    "With streamed training data, map the evaluation data yourself with the training set's mean NLL: "
+                    "DatasetMapper(model, processing_class, config)(eval_dataset, mean_nll=...)."
+                )
             return dataset
         dataset = self.dataset_mapper(dataset, self._mean_nll)
         self._mapped_evaluation.add(dataset._fingerprint)
@@ -151,6 +180,10 @@ class QueryRegularizerMixin:
             eval_dataset = self._map_evaluation(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
+    def get_test_dataloader(self, test_dataset):
+        self.prepare_reference()
+        return super().get_test_dataloader(self._map_evaluation(test_dataset))
+
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
         missing = [name for name in REFERENCE_FEATURES if name not in self._signature_columns]
@@ -168,23 +201,29 @@ class QueryRegularizerMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        state = _read_state(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, os.PathLike)) else None
+            resume_from_checkpoint = _last_whole_checkpoint(self.args.output_dir)
+        state = _read_state(resume_from_checkpoint) if resume_from_checkpoint else None
         self._epochs_before_resume = 0
         if state is not None:
             with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
                 progress = json.load(file)
-            self._refuse_cut_generation(resume_from_checkpoint, progress)
             self._epochs_before_resume = int(progress["epoch"])
             self._resume_reference(state)
         # Before the checkpoint's weights are loaded: the model still is what the user handed over
         self.prepare_reference()
         if state is not None:
             self._check_same_data(state)
+            self._refuse_cut_generation(resume_from_checkpoint, progress)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _resume_reference(self, state: dict) -> None:
         reference = Reference(state["fingerprint"], state["adapter"])
+        for name, value in self.dataset_mapper.head_settings().items():
+            if state["head"][name] != value:
+                raise ValueError(
+                    f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
+                    "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
+                )
         folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
         if self.args.reference_cache_dir is None and os.path.isdir(folder):
             self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
@@ -197,24 +236,27 @@ class QueryRegularizerMixin:
         self._mean_nll = state["mean_nll"]
 
     def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
-        step, window, args = progress["global_step"], self._generation_window(), self.args
+        step, args = progress["global_step"], self.args
         longer = args.max_steps > step if args.max_steps > 0 else args.num_train_epochs > progress["num_train_epochs"]
-        if step % window and (step < progress["max_steps"] or longer):
+        if self._inside_generation(step) and (step < progress["max_steps"] or longer):
             raise ValueError(
-                f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch that spans {window} "
-                f"optimizer steps; its completions are gone. Resume from a checkpoint at a multiple of {window} steps."
+                f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch; its completions are gone. "
+                f"Resume from another checkpoint; one generation batch spans {self._generation_window()} optimizer steps."
             )
 
     def _check_same_data(self, state: dict) -> None:
-        found = self._data_fingerprint()
-        if state["data_fingerprint"] in (None, found):
+        changed = []
+        if state["data_fingerprint"] not in (None, self._data_fingerprint()):
+            changed.append("the training data (rows changed, were reordered or removed)")
+        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
+        if not changed:
             return
         message = (
-            "The training data is not what the checkpoint was trained on (rows changed, were reordered or removed), so "
-            "the prompts that come next would not be those of the interrupted run."
+            f"Not what the checkpoint was trained with: {', '.join(changed)}. The prompts that come next would not be those of "
+            "the interrupted run."
         )
         if not self.args.ignore_data_skip:
-            raise ValueError(f"{message} Restore the data, or set ignore_data_skip=True to go on with the new data.")
+            raise ValueError(f"{message} Restore it, or set ignore_data_skip=True to go on regardless.")
         logger.warning(message)
 
     def _data_fingerprint(self) -> str | None:
@@ -224,19 +266,32 @@ class QueryRegularizerMixin:
         return f"{query_key(np.frombuffer(names.encode(), dtype=np.uint8)):016x}"
 
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = os.path.join(
                 self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             )
+            step = self.state.global_step
+            if step < self.state.max_steps and self._inside_generation(step):
+                logger.warning(
+                    f"{folder} lies inside a generation batch and cannot be resumed: set save_steps to a multiple of "
+                    f"{self._generation_window()}."
+                )
             state = {
                 **asdict(self.dataset_mapper.reference),
+                "head": self.dataset_mapper.head_settings(),
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
+                "seed": self.args.seed,
+                "shuffle_dataset": self.args.shuffle_dataset,
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
             }
-            with open(os.path.join(folder, STATE_FILE), "w") as file:
+            # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
+            os.makedirs(folder, exist_ok=True)
+            unfinished = os.path.join(folder, f".{STATE_FILE}")
+            with open(unfinished, "w") as file:
                 json.dump(state, file, indent=1)
+            os.replace(unfinished, os.path.join(folder, STATE_FILE))
+        super()._save_checkpoint(model, trial)
 
     # ---- rows
 
@@ -259,6 +314,7 @@ class QueryRegularizerMixin:
         batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
+        batch["unweighted_advantages"] = batch["advantages"]
         batch["advantages"] = batch["advantages"] * (weight if batch["advantages"].dim() == 1 else weight.unsqueeze(1))
         return batch
 
@@ -276,14 +332,18 @@ class QueryRegularizerMixin:
                     f"{_shorten(rows[row]['prompt'])}"
                 )
             if found != expected or len(columns[row]["ref_query_logps"]) != len(ids) - 1:
-                cause = (
-                    "its reference log-probs belong to another reference"
-                    if not found.startswith(reference)
-                    else f"the {len(ids)} token ids trained on are not the ones its reference scored"
-                )
+                if found.startswith(reference):
+                    cause = (
+                        f"the {len(ids)} token ids trained on are not the ones its reference scored; something rewrote the "
+                        "prompt after scoring (a rollout_func, a changed chat template)"
+                    )
+                else:
+                    cause = (
+                        f"its reference log-probs were made under reference {found.partition('-')[0]}, this run's is "
+                        f"{reference}: another model, or other settings ({self.dataset_mapper.head_settings()})"
+                    )
                 raise ValueError(
-                    f"Row {row} of the batch cannot be regularized: {cause}. Something rewrote the prompt after scoring "
-                    f"(a rollout_func, a changed chat template). Prompt: {_shorten(rows[row]['prompt'])}"
+                    f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(rows[row]['prompt'])}"
                 )
         return keys
 
@@ -300,7 +360,8 @@ class QueryRegularizerMixin:
 
         At the first micro-batch of a step, all of the step's are prepared: who scores which query, and for how much of
         it, depends on every row of the step. Completions that TRL would generate between two micro-batches come from the
-        same weights when they are generated before the first.
+        same weights when they are generated before the first; only a model with dropout, which draws random numbers in
+        its forward, gets other random numbers for it.
         """
         if not self.model.training:
             return self._settle([super()._prepare_inputs(generation_batch)])[0]
@@ -414,7 +475,7 @@ def _refuse_unsupported(given: dict) -> None:
         given.get("train_dataset"),
         *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]),
     ):
-        if dataset is not None:
+        if isinstance(dataset, (Dataset, IterableDataset)):
             _refuse_images(dataset)
         if isinstance(dataset, IterableDataset):
             _require_columns_in_stream(dataset)
@@ -450,7 +511,21 @@ def _require_columns_in_stream(dataset: IterableDataset) -> None:
         )
 
 
+def _last_whole_checkpoint(output_dir: str) -> str:
+    """The newest checkpoint in `output_dir` that was written to its end, as far as its state files tell."""
+    folders = sorted(
+        Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda x: int(x.name.rpartition("-")[2]), reverse=True
+    )
+    for folder in folders:
+        if all((folder / name).is_file() for name in (STATE_FILE, "trainer_state.json")):
+            return str(folder)
+        logger.warning(f"{folder} is incomplete and is passed over.")
+    raise ValueError(f"There is no checkpoint of an ERPO trainer in {output_dir} to resume from.")
+
+
 def _read_state(checkpoint: str) -> dict:
+    if not os.path.isdir(checkpoint):
+        raise ValueError(f"There is no checkpoint {checkpoint} to resume from.")
     path = os.path.join(checkpoint, STATE_FILE)
     if not os.path.isfile(path):
         raise ValueError(
@@ -459,3 +534,11 @@ def _read_state(checkpoint: str) -> dict:
         )
     with open(path) as file:
         return json.load(file)
+
+
+def _dropout_rate(model: torch.nn.Module) -> float:
+    """The highest dropout probability that `model.train()` would turn on."""
+    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    # Attention passes its rate to a function
+    rates += [m.attention_dropout for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)]
+    return max(rates, default=0.0)

@@ -43,7 +43,7 @@ class ReferenceTable:
             try:
                 with pa.memory_map(str(path)) as source:
                     part = pa.ipc.open_file(source).read_all().cast(SCHEMA)
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, ValueError, KeyError, OSError) as error:
                 # Parts appear by rename only, so this is damage from outside; its queries are simply not in the table
                 logger.warning(f"Reference table part {path} cannot be read and is left out ({error}). Delete it.")
                 continue
@@ -65,9 +65,6 @@ class ReferenceTable:
         found[inside] = self._keys[at[inside]] == keys[inside]
         return at, found
 
-    def __contains__(self, key: int) -> bool:
-        return bool(self._find([key])[1][0])
-
     def contains(self, keys: Sequence[int]) -> np.ndarray:
         """(N,) bool: which keys the table holds."""
         return self._find(keys)[1]
@@ -82,7 +79,7 @@ class ReferenceTable:
 
     def add(self, keys: Sequence[int], logps: Sequence[np.ndarray]) -> None:
         """Write one part, atomically, and index it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         part = pa.table([pa.array(keys, pa.int64()), pa.array(logps, pa.list_(pa.float32()))], schema=SCHEMA)
         name = f"{uuid.uuid4().hex}.arrow"
         unfinished = self.folder / f".unfinished-{name}"
@@ -94,9 +91,17 @@ class ReferenceTable:
             unfinished.unlink(missing_ok=True)
         self.refresh()
 
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"The reference table cannot be written to {self.folder}; set reference_cache_dir ({error})."
+            ) from error
+
     def describe(self, settings: dict) -> None:
         """Write `reference.json`, which says what the fingerprint in the folder's name stands for."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         unfinished = self.folder / f".unfinished-{uuid.uuid4().hex}.json"
         unfinished.write_text(json.dumps(settings, indent=1, sort_keys=True, default=str))
         os.replace(unfinished, self.folder / "reference.json")
