@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from erpo_trl import cli
-from erpo_trl.train import parse
+from erpo_trl.rewards import resolve_reward
+from erpo_trl.train import make_trainer, parse
 
 QUICK = """
 model_name_or_path: demo
@@ -119,3 +120,46 @@ def test_module_entry_point_reports_errors_in_one_line():
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "no file 'no/such.yaml'" in done.stderr
+
+
+def test_yaml_habits(recipe):
+    """A list field given as one word, `--config=FILE`, and a flag without a value."""
+    recipe.write_text(recipe.read_text() + "reward_funcs: format\nquery_kl_level: sequence\n")
+    data, args, _ = parse([f"--config={recipe}", "--query_kl_length_normalize"])
+    assert data.reward_funcs == ["format"]
+    assert args.query_kl_length_normalize is True
+
+
+def test_broken_yaml_is_named(recipe, capsys):
+    recipe.write_text("a: [1\nb: 2")
+    assert cli.main(["train", "--config", str(recipe)]) == 2
+    assert f"{recipe} is not YAML" in capsys.readouterr().err
+
+
+def test_reward_module_in_the_working_directory(recipe, tmp_path, monkeypatch):
+    """`module:function` is looked for where the command runs, by the installed script too."""
+    (tmp_path / "my_rewards.py").write_text("def short(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    trainer = make_trainer(*parse(["--config", str(recipe), "--reward_funcs", "my_rewards:short"]))
+    assert trainer.reward_func_names == ["short"]
+
+
+def test_two_rewards_of_one_file_share_it(tmp_path):
+    """Loading the file once per function would give each its own globals."""
+    path = tmp_path / "pair.py"
+    path.write_text("seen = []\ndef one(**kwargs): seen.append(1)\ndef two(**kwargs): return seen\n")
+    one, two = (resolve_reward(f"{path}:{name}") for name in ("one", "two"))
+    one()
+    assert two() == [1]
+
+
+def test_demo_options_do_not_reach_the_other_method(monkeypatch):
+    """The user's options come first, so that what makes a method that method stays."""
+    from erpo_trl.demo import run
+
+    seen = {}
+    monkeypatch.setattr(run, "make_trainer", lambda *configs: seen.update(args=configs[1]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.train_method("GRPO", run.Path("unused"), ["--query_kl_coef", "0.05", "--use_cpu", "true"], 1)
+    assert seen["args"].query_kl_coef == 0.0 and seen["args"].beta == 0.01

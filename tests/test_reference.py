@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from helpers import (
     BOS,
     EOS,
@@ -28,6 +28,7 @@ from helpers import (
     logged,
     lora_config,
     lora_model,
+    make_config,
     make_trainer,
     prompt_token_ids,
     prompts_dataset,
@@ -36,6 +37,8 @@ from helpers import (
     tiny_model,
     token_logps,
 )
+from peft import PromptTuningConfig
+from transformers.utils import logging as transformers_logging
 
 from erpo_trl import DatasetMapper
 
@@ -791,3 +794,132 @@ def test_the_cache_folder_is_used(tmp_path, mapped):
     second, report, _ = mapped(model)
     assert report.scored == 8
     assert second.to_dict() == first.to_dict()
+
+
+def adapter_variant(kind):
+    """Two models with the same weights whose adapters act differently."""
+    model = lora_model(pretrained=True)
+    if kind == "scaled":
+        for module in model.modules():
+            if isinstance(getattr(module, "scaling", None), dict):
+                module.scaling = {name: 3 * value for name, value in module.scaling.items()}
+    if kind == "other":
+        model.add_adapter("other", lora_config())
+        for name, parameter in model.named_parameters():
+            if ".other." in name and "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        model.set_adapter("other")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["scaled", "other"])
+def test_adapters_that_act_differently_do_not_share_a_table(tmp_path, kind):
+    """Scaling and the choice of the active adapter are not weights, but they change every log-prob."""
+    first = make_trainer(tmp_path, model=adapter_variant("plain"))
+    first.prepare_reference()
+    second = make_trainer(tmp_path, model=adapter_variant(kind))
+    second.train()
+    assert second.state.log_history[0]["query/kl"] < 1e-9
+
+
+def test_scoring_leaves_frozen_adapter_weights_frozen(config):
+    """Leaving PEFT's `disable_adapter` makes every adapter weight trainable."""
+    model = lora_model(pretrained=False)
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    DatasetMapper(model, byte_tokenizer(), config())(prompts_dataset())
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert any(before.values())
+
+
+@pytest.mark.parametrize("fields", [{"cast_lm_head_to_fp32": True}, {"beta": 0.04}])
+def test_table_made_alone_serves_the_trainer(tmp_path, fields):
+    """TRL upcasts the head and adds a frozen "ref" adapter; neither changes what the reference is."""
+    model = tiny_model("llama", dtype=torch.bfloat16) if "beta" not in fields else lora_model(pretrained=True)
+    DatasetMapper(copy.deepcopy(model), byte_tokenizer(), make_config(tmp_path, **fields))(prompts_dataset())
+    trainer = make_trainer(tmp_path, model=model, **fields)
+    trainer.prepare_reference()
+    assert trainer.dataset_mapper.report.scored == 0
+
+
+def test_dropout_is_said(tmp_path, caplog):
+    """With dropout the policy's log-probs are noisy, and so is the drift."""
+    transformers_logging.enable_propagation()
+    try:
+        make_trainer(tmp_path, model=tiny_model("llama", attention_dropout=0.5))
+        assert "trains with dropout (up to 0.5)" in caplog.text
+        caplog.clear()
+        make_trainer(tmp_path, model=tiny_model("llama", attention_dropout=0.0))
+        assert "dropout" not in caplog.text
+    finally:
+        transformers_logging.disable_propagation()
+
+
+def test_prompt_learning_is_refused(tmp_path):
+    """Virtual tokens stand at a distance from the prompt that its padding changes."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="Prompt-learning adapters .* are not supported"):
+        make_trainer(tmp_path, trainer_kwargs={"peft_config": config})
+
+
+def test_values_that_are_no_numbers(tmp_path, config):
+    """A NaN in the reference would silently become the loss."""
+    model = tiny_model("qwen2")
+    broken = byte_tokenizer()("~")["input_ids"][0]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[broken] = float("nan")
+    with pytest.raises(ValueError, match="no finite number: 'th~ree'"):
+        DatasetMapper(model, byte_tokenizer(), config())(prompts_dataset(["one", "th~ree"]))
+
+
+@pytest.mark.parametrize(
+    "data, error, message",
+    [
+        (lambda: prompts_dataset([]), ValueError, "has no rows"),
+        (lambda: DatasetDict({"train": prompts_dataset()}), TypeError, "found DatasetDict: map the splits"),
+        (lambda: prompts_dataset().to_iterable_dataset(), TypeError, "found IterableDataset"),
+        (
+            lambda: prompts_dataset().rename_column("prompt", "text"),
+            ValueError,
+            r"no column 'prompt'; it has \['text'\]",
+        ),
+        (
+            lambda: prompts_dataset(["a b", "c d"], query_weight=[1.0, 2.0]),
+            ValueError,
+            "has query_weight but not all of",
+        ),
+        (lambda: prompts_dataset().with_transform(lambda batch: batch), ValueError, "has a transform"),
+    ],
+)
+def test_data_that_cannot_be_mapped(config, data, error, message):
+    """Each with what to do."""
+    with pytest.raises(error, match=message):
+        DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), config())(data())
+
+
+@pytest.mark.parametrize("layout", ["numpy", "torch"])
+def test_formatted_data(tmp_path, layout):
+    """Formats change what rows look like; the columns arrive all the same."""
+    trainer = make_trainer(tmp_path, dataset=prompts_dataset().with_format(layout))
+    trainer.train()
+    assert trainer.state.log_history[0]["query/kl"] < 1e-9
+    assert trainer.train_dataset.format["type"] == layout
+
+
+def test_predict(tmp_path):
+    """A test set is mapped like an evaluation set."""
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=4)
+    metrics = trainer.predict(prompts_dataset(["new one", "new two"])).metrics
+    assert metrics["test_loss"] == pytest.approx(0.0, abs=1.0)
+    assert trainer.dataset_mapper.report.rows == 2
+
+
+def test_unwritable_cache_is_named(tmp_path):
+    """The message names the setting."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    trainer = make_trainer(tmp_path, reference_cache_dir=str(blocked / "reference"))
+    with pytest.raises(OSError, match="set reference_cache_dir"):
+        trainer.prepare_reference()

@@ -300,3 +300,55 @@ def test_resume_with_lora(tmp_path, raw_advantages, pretrained):
     for name, value in resumed.model.state_dict().items():
         if "lora_" in name:
             torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"temperature": 0.5}, "scored with temperature=1.0, this run has 0.5"),
+        ({"seed": 4}, "trained with: seed"),
+        ({"shuffle_dataset": False}, "trained with: shuffle_dataset"),
+    ],
+)
+def test_settings_that_must_not_change(tmp_path, interrupted, fields, message):
+    """Another temperature makes other log-probs than the table's; another order of the data other prompts."""
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **fields).train(resume_from_checkpoint=checkpoint(tmp_path))
+
+
+def test_short_last_step_of_an_epoch(tmp_path, raw_advantages):
+    """Accumulation 3 over 8 micro-batches: steps end inside generations, except where an epoch ends."""
+    layout = {
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 2,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 3,
+        "save_steps": 2,
+    }
+    eight = prompts_dataset(TEN[:8])
+    whole = build(tmp_path, eight, **layout)
+    whole.train()
+    assert whole.state.max_steps == 9  # 3 a epoch, the third of 2 micro-batches
+    with pytest.raises(ValueError, match="checkpoint-4 was saved after step 4, inside a generation batch"):
+        build(tmp_path, eight, **layout).train(resume_from_checkpoint=checkpoint(tmp_path, 4))
+    for step in (2, 6):
+        resumed = build(tmp_path, eight, **layout)
+        resumed.train(resume_from_checkpoint=checkpoint(tmp_path, step))
+        assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_newest_whole_checkpoint_is_taken(tmp_path, interrupted):
+    """A checkpoint cut off by a kill must not stand in the way of the one before it."""
+    cut = tmp_path / "run" / "checkpoint-9"
+    cut.mkdir()
+    (cut / "erpo_state.json").write_text("{}")
+    resumed = build(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(interrupted[0], "loss")
+
+
+@pytest.mark.parametrize("name", ["no/such/checkpoint", True])
+def test_missing_checkpoint_is_named(tmp_path, name):
+    """`resume_from_checkpoint` with nothing to resume from."""
+    with pytest.raises(ValueError, match="There is no checkpoint"):
+        build(tmp_path).train(resume_from_checkpoint=name)
