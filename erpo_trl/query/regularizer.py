@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .checkpoint import last_whole_checkpoint, read_state, write_state
+from .checks import dropout_rate, refuse_images, refuse_unsupported
 from .divergence import query_kl
 from .fingerprint import is_peft_model, query_key
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
@@ -29,8 +31,6 @@ from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper, Reference
 
 logger = logging.get_logger(__name__)
-
-STATE_FILE = "erpo_state.json"
 
 
 class QueryRegularizerMixin:
@@ -43,7 +43,7 @@ class QueryRegularizerMixin:
         # Before anything is loaded
         signatures = (inspect.signature(cls.__init__) for cls in type(self).__mro__)
         trl = next(signature for signature in signatures if "train_dataset" in signature.parameters)
-        _refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
+        refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
         self._align_save_steps()
         if is_peft_model(self.model) and any(c.is_prompt_learning for c in self.model.peft_config.values()):
@@ -51,7 +51,7 @@ class QueryRegularizerMixin:
                 "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand "
                 "at a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
             )
-        if not self.args.disable_dropout and (rate := _dropout_rate(self.model)):
+        if not self.args.disable_dropout and (rate := dropout_rate(self.model)):
             logger.warning(
                 f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
                 "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
@@ -176,7 +176,7 @@ class QueryRegularizerMixin:
     def get_eval_dataloader(self, eval_dataset=None):
         self.prepare_reference()
         if isinstance(eval_dataset, Dataset):
-            _refuse_images(eval_dataset)
+            refuse_images(eval_dataset)
             eval_dataset = self._map_evaluation(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
@@ -201,8 +201,8 @@ class QueryRegularizerMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_whole_checkpoint(self.args.output_dir)
-        state = _read_state(resume_from_checkpoint) if resume_from_checkpoint else None
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+        state = read_state(resume_from_checkpoint) if resume_from_checkpoint else None
         self._epochs_before_resume = 0
         if state is not None:
             with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
@@ -286,11 +286,7 @@ class QueryRegularizerMixin:
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
             }
             # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
-            os.makedirs(folder, exist_ok=True)
-            unfinished = os.path.join(folder, f".{STATE_FILE}")
-            with open(unfinished, "w") as file:
-                json.dump(state, file, indent=1)
-            os.replace(unfinished, os.path.join(folder, STATE_FILE))
+            write_state(folder, state)
         super()._save_checkpoint(model, trial)
 
     # ---- rows
@@ -461,84 +457,3 @@ def _autocast_dtype(args) -> torch.dtype | None:
 def _shorten(prompt) -> str:
     text = repr(prompt)
     return text if len(text) <= 200 else text[:200] + "…"
-
-
-def _refuse_unsupported(given: dict) -> None:
-    """Raise for constructor arguments whose prompts have no likelihood known beforehand."""
-    if given.get("environment_factory") is not None:
-        raise ValueError(
-            "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
-            "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
-        )
-    evaluation = given.get("eval_dataset")
-    for dataset in (
-        given.get("train_dataset"),
-        *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]),
-    ):
-        if isinstance(dataset, (Dataset, IterableDataset)):
-            _refuse_images(dataset)
-        if isinstance(dataset, IterableDataset):
-            _require_columns_in_stream(dataset)
-
-
-def _refuse_images(dataset) -> None:
-    names = dataset.column_names or []
-    for name in ("image", "images"):
-        if name in names:
-            raise ValueError(
-                f"The data set has a column {name!r}: prompts with images are not supported, since their likelihood is not "
-                "that of their tokens alone. Remove the column, or use TRL's GRPOTrainer."
-            )
-    if "prompt" not in names or isinstance(dataset, IterableDataset) or not len(dataset):
-        return
-    prompt = dataset[0]["prompt"]
-    parts = (
-        [m["content"] for m in prompt if isinstance(m, dict) and isinstance(m.get("content"), list)]
-        if isinstance(prompt, list)
-        else []
-    )
-    if any(isinstance(part, dict) and part.get("type") == "image" for content in parts for part in content):
-        raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's GRPOTrainer.")
-
-
-def _require_columns_in_stream(dataset: IterableDataset) -> None:
-    row = next(iter(dataset), {})
-    missing = [name for name in REFERENCE_FEATURES if name not in row]
-    if missing:
-        raise ValueError(
-            f"A streaming data set must carry the reference columns already (missing: {', '.join(missing)}): their mean NLL "
-            "needs the whole set. Map it once with DatasetMapper as a map-style Dataset, then stream the result."
-        )
-
-
-def _last_whole_checkpoint(output_dir: str) -> str:
-    """The newest checkpoint in `output_dir` that was written to its end, as far as its state files tell."""
-    folders = sorted(
-        Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda x: int(x.name.rpartition("-")[2]), reverse=True
-    )
-    for folder in folders:
-        if all((folder / name).is_file() for name in (STATE_FILE, "trainer_state.json")):
-            return str(folder)
-        logger.warning(f"{folder} is incomplete and is passed over.")
-    raise ValueError(f"There is no checkpoint of an ERPO trainer in {output_dir} to resume from.")
-
-
-def _read_state(checkpoint: str) -> dict:
-    if not os.path.isdir(checkpoint):
-        raise ValueError(f"There is no checkpoint {checkpoint} to resume from.")
-    path = os.path.join(checkpoint, STATE_FILE)
-    if not os.path.isfile(path):
-        raise ValueError(
-            f"Checkpoint {checkpoint} has no {STATE_FILE}: it was not written by an ERPO trainer, so its reference is "
-            "unknown and cannot be recovered from trained weights."
-        )
-    with open(path) as file:
-        return json.load(file)
-
-
-def _dropout_rate(model: torch.nn.Module) -> float:
-    """The highest dropout probability that `model.train()` would turn on."""
-    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    # Attention passes its rate to a function
-    rates += [m.attention_dropout for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)]
-    return max(rates, default=0.0)

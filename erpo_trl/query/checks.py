@@ -1,0 +1,64 @@
+"""What cannot be trained with a query likelihood known beforehand, refused before anything is loaded."""
+
+import torch
+from datasets import Dataset, IterableDataset
+
+from .reference import REFERENCE_FEATURES
+
+
+def refuse_unsupported(given: dict) -> None:
+    """Raise for constructor arguments whose prompts have no likelihood known beforehand."""
+    if given.get("environment_factory") is not None:
+        raise ValueError(
+            "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
+            "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
+        )
+    evaluation = given.get("eval_dataset")
+    for dataset in (
+        given.get("train_dataset"),
+        *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]),
+    ):
+        if isinstance(dataset, (Dataset, IterableDataset)):
+            refuse_images(dataset)
+        if isinstance(dataset, IterableDataset):
+            require_columns_in_stream(dataset)
+
+
+def refuse_images(dataset) -> None:
+    """Raise for prompts with images."""
+    names = dataset.column_names or []
+    for name in ("image", "images"):
+        if name in names:
+            raise ValueError(
+                f"The data set has a column {name!r}: prompts with images are not supported, since their likelihood is not "
+                "that of their tokens alone. Remove the column, or use TRL's GRPOTrainer."
+            )
+    if "prompt" not in names or isinstance(dataset, IterableDataset) or not len(dataset):
+        return
+    prompt = dataset[0]["prompt"]
+    parts = (
+        [m["content"] for m in prompt if isinstance(m, dict) and isinstance(m.get("content"), list)]
+        if isinstance(prompt, list)
+        else []
+    )
+    if any(isinstance(part, dict) and part.get("type") == "image" for content in parts for part in content):
+        raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's GRPOTrainer.")
+
+
+def require_columns_in_stream(dataset: IterableDataset) -> None:
+    """Raise for a stream that was not mapped."""
+    row = next(iter(dataset), {})
+    missing = [name for name in REFERENCE_FEATURES if name not in row]
+    if missing:
+        raise ValueError(
+            f"A streaming data set must carry the reference columns already (missing: {', '.join(missing)}): their mean NLL "
+            "needs the whole set. Map it once with DatasetMapper as a map-style Dataset, then stream the result."
+        )
+
+
+def dropout_rate(model: torch.nn.Module) -> float:
+    """The highest dropout probability that `model.train()` would turn on."""
+    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    # Attention passes its rate to a function
+    rates += [m.attention_dropout for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)]
+    return max(rates, default=0.0)
