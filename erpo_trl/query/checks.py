@@ -2,8 +2,12 @@
 
 import torch
 from datasets import Dataset, IterableDataset
+from transformers.utils import logging
 
+from .fingerprint import is_peft_model
 from .reference import REFERENCE_FEATURES
+
+logger = logging.get_logger(__name__)
 
 
 def refuse_unsupported(given: dict) -> None:
@@ -53,6 +57,21 @@ def require_columns_in_stream(dataset: IterableDataset) -> None:
         raise ValueError(
             f"A streaming data set must carry the reference columns already (missing: {', '.join(missing)}): their mean NLL "
             "needs the whole set. Map it once with DatasetMapper as a map-style Dataset, then stream the result."
+        )
+
+
+def check_model(model: torch.nn.Module, dropout_is_disabled: bool) -> None:
+    """Raise for adapters under which a prompt's likelihood depends on its padding; warn of dropout."""
+    if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ValueError(
+            "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand at "
+            "a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
+        )
+    rate = 0.0 if dropout_is_disabled else dropout_rate(model)
+    if rate:
+        logger.warning(
+            f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
+            "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
         )
 
 

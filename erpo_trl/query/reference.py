@@ -23,10 +23,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
-from trl.trainer.utils import add_fused_lm_head
 
 from .fingerprint import adapter_is_inert, fingerprint, is_peft_model, query_key, reference_settings
 from .likelihood import has_absolute_positions
+from .scoring import batches_by_tokens, reference_policy, score_queries
 from .table import ReferenceTable
 from .weights import query_weights
 
@@ -303,7 +303,7 @@ class DatasetMapper:
         if state.is_main_process:
             table.describe(settings)
 
-        batches = _batches_by_tokens(queries, self.config.reference_batch_tokens)
+        batches = batches_by_tokens(queries, self.config.reference_batch_tokens)
         rounds = -(-len(batches) // state.num_processes)
         rounds_per_part = max(1, _TOKENS_PER_PART // (self.config.reference_batch_tokens * state.num_processes))
         progress = tqdm(
@@ -313,12 +313,13 @@ class DatasetMapper:
             disable=self.config.disable_tqdm or not state.is_main_process,
         )
         pending = []
-        with progress, self._reference_policy(reference) as policy:
+        with progress, reference_policy(self.model, self.config, reference.adapter, self.autocast_dtype) as policy:
             for turn in range(rounds):
                 batch = turn * state.num_processes + state.process_index
                 # Ranks without a batch of their own repeat one: under ZeRO-3 all must run the same number of forwards
                 mine = batches[min(batch, len(batches) - 1)]
-                logps = self._forward(policy, mine)
+                logps = score_queries(policy, mine, self.processing_class)
+                self.report.forwards += 1
                 if batch < len(batches):
                     pending += [(query_key(row), row_logps) for row, row_logps in zip(mine, logps)]
                 progress.update(sum(map(len, batches[turn * state.num_processes : (turn + 1) * state.num_processes])))
@@ -338,71 +339,6 @@ class DatasetMapper:
                 table.add(keys, [logps for _, logps in rows])
             state.wait_for_everyone()
             table.refresh()
-
-    @contextlib.contextmanager
-    def _reference_policy(self, reference: Reference) -> Iterator[nn.Module]:
-        """The model as the reference: adapter on or off, eval mode, fused head; all put back afterwards."""
-        model = self.model
-        base = model.get_base_model() if is_peft_model(model) else model
-        modes = [(module, module.training) for module in model.modules()]
-        # Leaving `disable_adapter` makes every adapter weight trainable, the ones a user froze included
-        trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        patched = base.__dict__.get("forward")
-        device = model.get_input_embeddings().weight.device
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: [parameter.requires_grad_(was) for parameter, was in trainable])
-            stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-            stack.enter_context(torch.no_grad())
-            if is_peft_model(model) and not reference.adapter:
-                stack.enter_context(model.disable_adapter())
-            if self.autocast_dtype is not None:
-                stack.enter_context(torch.autocast(device.type, dtype=self.autocast_dtype))
-            add_fused_lm_head(
-                base,
-                temperature=self.config.temperature,
-                cast_lm_head_to_fp32=self.config.cast_lm_head_to_fp32,
-                outputs=("log_probs",),
-            )
-            model.eval()
-            try:
-                yield model
-            finally:
-                for module, training in modes:
-                    module.training = training
-                if patched is None:
-                    del base.forward
-                else:
-                    base.forward = patched
-
-    def _forward(self, policy: nn.Module, queries: list[np.ndarray]) -> list[np.ndarray]:
-        """(T_i - 1,) float32 log-probs in nats of each query of one batch."""
-        device = policy.get_input_embeddings().weight.device
-        longest = max(map(len, queries))
-        # Padded on the right, where causal attention needs no mask and absolute positions stay put
-        input_ids = torch.zeros(len(queries), longest, dtype=torch.long)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, query in enumerate(queries):
-            input_ids[row, : len(query)] = torch.from_numpy(query)
-            attention_mask[row, : len(query)] = 1
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        padded = bool((attention_mask == 0).any())
-        outputs = policy(
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device) if padded else None,
-            labels=labels.to(device),
-            fused_lm_head=True,
-        )
-        self.report.forwards += 1
-        logps = outputs.log_probs[:, -(longest - 1) :].float().cpu().numpy()
-        logps = [logps[row, : len(query) - 1] for row, query in enumerate(queries)]
-        for query, values in zip(queries, logps):
-            if not np.isfinite(values).all():
-                text = self.processing_class.decode(query.tolist())
-                raise ValueError(
-                    f"The reference gives this prompt a log-probability that is no finite number: {text[:200]!r}. Check the "
-                    "model's weights and dtype."
-                )
-        return logps
 
     # ---- columns
 
@@ -497,14 +433,3 @@ def _progress_bars(shown: bool) -> Iterator[None]:
     finally:
         if not before:
             datasets.enable_progress_bars()
-
-
-def _batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
-    """Queries, longest first, cut where rows x longest row would pass `budget` tokens; at least one a batch."""
-    batches, batch = [], []
-    for query in sorted(queries, key=len, reverse=True):
-        if batch and len(batch[0]) * (len(batch) + 1) > budget:
-            batches.append(batch)
-            batch = []
-        batch.append(query)
-    return [*batches, batch] if batch else batches

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .checkpoint import last_whole_checkpoint, read_state, write_state
-from .checks import dropout_rate, refuse_images, refuse_unsupported
+from .checks import check_model, refuse_images, refuse_unsupported
 from .divergence import query_kl
 from .fingerprint import is_peft_model, query_key
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
@@ -46,17 +46,7 @@ class QueryRegularizerMixin:
         refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
         self._align_save_steps()
-        if is_peft_model(self.model) and any(c.is_prompt_learning for c in self.model.peft_config.values()):
-            raise ValueError(
-                "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand "
-                "at a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
-            )
-        if not self.args.disable_dropout and (rate := dropout_rate(self.model)):
-            logger.warning(
-                f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
-                "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
-            )
-
+        check_model(self.model, self.args.disable_dropout)
         for model in (self.model, getattr(self, "ref_model", None)):
             base = model.get_base_model() if model is not None and is_peft_model(model) else model
             if base is not None and has_absolute_positions(base):
@@ -68,7 +58,7 @@ class QueryRegularizerMixin:
             self.args,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
             # Under DeepSpeed the engine holds the low-precision weights and accelerate opens no autocast
-            autocast_dtype=_autocast_dtype(self.args) if self.accelerator.native_amp else None,
+            autocast_dtype="config" if self.accelerator.native_amp else None,
         )
         self._mean_nll: float | None = None  # s̄, nats
         self._reference_ready = False
@@ -448,10 +438,6 @@ class QueryRegularizerMixin:
             self._metrics[mode]["query/alpha"] = [self.query_alpha]
             self._metrics[mode]["query/loss"] = [self.query_alpha * self._metrics[mode]["query/kl"][0]]
         super().log(logs, start_time)
-
-
-def _autocast_dtype(args) -> torch.dtype | None:
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def _shorten(prompt) -> str:
