@@ -116,6 +116,9 @@ class QueryRegularizerMixin:
         """
         if self._reference_ready:
             return
+        if self.is_deepspeed_enabled:
+            # Trainer leaves the model on the host for DeepSpeed to move when training starts; scoring there would take hours
+            self.model.to(self.accelerator.device)
         reference = self.dataset_mapper.pin()
         logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
         if isinstance(self.train_dataset, Dataset):
