@@ -4,11 +4,14 @@ import math
 import os
 from dataclasses import dataclass, field
 
+from transformers.utils import is_torch_bf16_gpu_available, logging
 from trl import GRPOConfig
 
 from .policy.trust_region import REGIONS
 from .query.divergence import ESTIMATORS, LEVELS
 from .query.weights import WEIGHT_SCHEMES
+
+logger = logging.get_logger(__name__)
 
 # What a preset gives to the fields the user left unset (None)
 PRESETS = {
@@ -152,6 +155,10 @@ class ERPOConfig(GRPOConfig):
     spo_epsilon: float = field(default=0.2, metadata={"help": "SPO's radius of |r - 1|."})
 
     def __post_init__(self):
+        if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
+            # TRL's default would be refused on such a device
+            logger.info("No device with bfloat16 found: training in float32. Set bf16 or fp16 to choose.")
+            self.bf16 = False
         super().__post_init__()
         if isinstance(self.preset, str) and self.preset in UNAVAILABLE_PRESETS:
             raise ValueError(f"preset={self.preset!r} is not available yet: {UNAVAILABLE_PRESETS[self.preset]}.")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers.utils import is_torch_bf16_gpu_available
 
 from erpo_trl import cli
 from erpo_trl.rewards import resolve_reward
@@ -85,6 +86,12 @@ def test_bad_values_are_refused_with_the_field(recipe, option, value, message, c
     """Each message names the field, the value found and what is allowed; exit status 2, no traceback."""
     assert cli.main(["train", "--config", str(recipe), option, value]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_default_precision_fits_the_device(tmp_path):
+    """TRL's bf16 default is an error on a machine without it; a newcomer's first command must run there."""
+    _, args, _ = parse(["--output_dir", str(tmp_path)])
+    assert args.bf16 == is_torch_bf16_gpu_available()
 
 
 def test_missing_config_file_is_named(capsys):
