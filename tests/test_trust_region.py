@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from erpo_trl.policy.trust_region import REGIONS, Move, RegionParams, bernoulli_kl, gradient_weight, objective, push
+from erpo_trl.report.trust_regions import gradient_weight_grid, plot_gradient_weights
 
 PARAMS = RegionParams(delta=0.2, ratio_cap=3.0, epsilon=0.3)
 MUS = (1e-4, 0.02, 0.1, 0.4, 0.75, 0.97)
@@ -161,3 +162,13 @@ def test_wide_region_is_none():
     torch.testing.assert_close(
         weight("drpo", mu, pi, advantage, RegionParams(delta=1e12)), torch.ones(len(GRID), dtype=torch.float64)
     )
+
+
+def test_figure_shows_the_weights(tmp_path):
+    """Rows are π and columns μ; the picture is written for every region and both signs of A."""
+    grid = gradient_weight_grid("drpo", 1.0, PARAMS, points=10)
+    # π = 0.75, μ = 0.25: 1 - 0.5/0.2; mirrored it is a converging move, 1 + 0.5/0.2
+    assert grid[7, 2] == pytest.approx(-1.5) and grid[2, 7] == pytest.approx(3.5)
+    assert grid.diagonal() == pytest.approx(1.0)
+    path = plot_gradient_weights(tmp_path / "weights.png", PARAMS)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000

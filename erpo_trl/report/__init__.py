@@ -1,0 +1,1 @@
+"""Plots and tables for what a run did."""

@@ -1,0 +1,75 @@
+"""The gradient weight of every trust region over (μ, π), the picture in which DRPO argues its case."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..policy.trust_region import REGIONS, RegionParams, gradient_weight
+
+
+def gradient_weight_grid(region: str, advantage: float, params: RegionParams, points: int = 101) -> np.ndarray:
+    """Weight w on A·∇r over a grid of probabilities.
+
+    Args:
+        region: a key of `REGIONS`.
+        advantage: A, the same everywhere.
+        params: [`RegionParams`].
+        points: grid points per axis, evenly spaced inside (0, 1).
+
+    Returns: (points, points); row i is π = grid[i], column j is μ = grid[j], grid = (k + 1/2) / points.
+    """
+    grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    pi, mu = torch.meshgrid(grid, grid, indexing="ij")
+    a = torch.full_like(mu, advantage)
+    return gradient_weight(region, pi.log() - mu.log(), mu.log(), a, params).numpy()
+
+
+def plot_gradient_weights(
+    path: str | Path,
+    params: RegionParams,
+    regions: Sequence[str] = tuple(REGIONS),
+    advantages: Sequence[float] = (1.0, -1.0),
+    limit: float = 2.0,
+) -> Path:
+    """Write heat maps of the gradient weight: a column per region, a row per advantage.
+
+    Args:
+        path: PNG, SVG or PDF to write, by its ending.
+        params: [`RegionParams`] of all regions.
+        regions: which regions.
+        advantages: which A.
+        limit: colours span [-limit, limit]; weights beyond it, which SPO and the KL ablations have, are shown in its colour.
+
+    Returns: the path.
+
+    Raises:
+        ImportError: matplotlib is missing (`pip install erpo-trl[plot]`).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.9 * len(regions) + 1, 1.8 * len(advantages) + 0.5), layout="constrained")
+    axes = figure.subplots(len(advantages), len(regions), squeeze=False, sharex=True, sharey=True)
+    for row, advantage in zip(axes, advantages):
+        for axis, region in zip(row, regions):
+            grid = gradient_weight_grid(region, advantage, params)
+            image = axis.imshow(
+                grid,
+                origin="lower",
+                extent=(0, 1, 0, 1),
+                cmap="RdBu_r",
+                vmin=-limit,
+                vmax=limit,
+                interpolation="nearest",
+            )
+            if grid.min() < 0 < grid.max():
+                axis.contour(grid, levels=[0.0], extent=(0, 1, 0, 1), colors="black", linewidths=0.7)
+        row[0].set_ylabel(f"A = {advantage:+g}\nπ")
+    for axis, region in zip(axes[0], regions):
+        axis.set_title(region, fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("μ")
+    figure.colorbar(image, ax=axes, label="weight on A·∇r", shrink=0.8)
+    figure.savefig(path, dpi=150)
+    return Path(path)
