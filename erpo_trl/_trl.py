@@ -17,21 +17,28 @@ PRIVATE_NAMES = {
             "_generate_and_score_completions",  # rows gain the reference columns here
             "_prepare_inputs",  # a step's micro-batches are settled here
             "_get_per_token_logps_and_entropies",  # makes the one forward that the query reader stands in for
+            "_get_train_sampler",  # advanced past finished epochs on resume
             "_set_signature_columns_if_needed",  # keeps the reference columns with remove_unused_columns
             "_save_checkpoint",  # the checkpoint names its reference
             "loss_is_scaled_for_ga",  # whether the penalty must be scaled for accumulation
         ),
     },
     "trl.trainer.utils": {None: ("add_fused_lm_head",)},
-    "transformers": {"Trainer": ("get_batch_samples",)},  # the raw batches of one optimizer step
+    "transformers": {
+        "Trainer": (
+            "get_batch_samples",  # the raw batches of one optimizer step
+            "_get_output_dir",  # where the checkpoint's state goes
+        )
+    },
 }
 # Attributes set by GRPOTrainer.__init__ or during training
 PRIVATE_ATTRIBUTES = (
     "_step",  # micro-batches so far
     "_buffered_inputs",  # slices of the current generation batch
     "_metrics",  # TRL's metric lists per mode
-    "_tokenizer",
     "_signature_columns",
+    "epsilon_low",  # set to infinity under a trust region
+    "epsilon_high",
     "current_gradient_accumulation_steps",
 )
 

@@ -30,6 +30,7 @@ from helpers import (
     lora_model,
     make_config,
     make_trainer,
+    penalty_of,
     prompt_token_ids,
     prompts_dataset,
     rows_of,
@@ -62,6 +63,14 @@ def mapped(config):
 def plain_logps(model, ids, temperature=1.0):
     with torch.no_grad():
         return token_logps(double_copy(model), list(ids), temperature)
+
+
+def mean_k3(reference, policy, prompts) -> float:
+    """Mean over prompts of the k3 drift per token of `policy` from `reference`, both plain float64 models."""
+    queries = [tuple(byte_tokenizer()(prompt)["input_ids"]) for prompt in prompts]
+    with torch.no_grad():
+        before = {query: token_logps(reference, list(query)) for query in queries}
+        return penalty_of(policy, queries, before, alpha=1.0).item()
 
 
 def assert_row(row, model, ids, temperature=1.0):
@@ -683,14 +692,9 @@ def test_drift_on_evaluation_data_after_training(tmp_path):
     trainer.train()
     found = trainer.evaluate()["eval_query/kl"]
     now = double_copy(trainer.model)
-    expected = []
-    for prompt in prompts:
-        ids = byte_tokenizer()(prompt)["input_ids"]
-        with torch.no_grad():
-            x = token_logps(start, ids) - token_logps(now, ids)
-        expected.append((x.exp() - x - 1).mean().item())
-    assert sum(expected) / 2 > 1e-4
-    assert found == pytest.approx(sum(expected) / 2, rel=1e-3)
+    expected = mean_k3(start, now, prompts)
+    assert expected > 1e-4
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_new_evaluation_data_after_full_training_is_refused(tmp_path):
@@ -711,13 +715,8 @@ def test_known_evaluation_data_after_full_training(tmp_path):
     trainer.train()
     found = trainer.evaluate(prompts_dataset(UNEQUAL[:2]))["eval_query/kl"]
     now = double_copy(trainer.model)
-    expected = []
-    for prompt in UNEQUAL[:2]:
-        ids = byte_tokenizer()(prompt)["input_ids"]
-        with torch.no_grad():
-            x = token_logps(start, ids) - token_logps(now, ids)
-        expected.append((x.exp() - x - 1).mean().item())
-    assert found == pytest.approx(sum(expected) / 2, rel=1e-3)
+    expected = mean_k3(start, now, UNEQUAL[:2])
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_new_evaluation_data_after_training_a_fresh_adapter(tmp_path):
@@ -737,14 +736,9 @@ def test_new_evaluation_data_after_training_a_fresh_adapter(tmp_path):
     prompts = ["3*3=", "what is left of 9-8?"]
     found = trainer.evaluate(prompts_dataset(prompts))["eval_query/kl"]
     now = double_copy(trainer.model)
-    expected = []
-    for prompt in prompts:
-        ids = byte_tokenizer()(prompt)["input_ids"]
-        with torch.no_grad():
-            x = token_logps(base, ids) - token_logps(now, ids)
-        expected.append((x.exp() - x - 1).mean().item())
-    assert sum(expected) / 2 > 1e-4, "the adapter was meant to have moved"
-    assert found == pytest.approx(sum(expected) / 2, rel=1e-3)
+    expected = mean_k3(base, now, prompts)
+    assert expected > 1e-4, "the adapter was meant to have moved"
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_second_train_call_keeps_the_reference(tmp_path):
@@ -765,13 +759,8 @@ def test_second_train_call_keeps_the_reference(tmp_path):
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
     now = double_copy(trainer.model)
     trainer.train()
-    expected = []
-    for prompt in UNEQUAL:
-        ids = byte_tokenizer()(prompt)["input_ids"]
-        with torch.no_grad():
-            x = token_logps(start, ids) - token_logps(now, ids)
-        expected.append((x.exp() - x - 1).mean().item())
-    assert logged(trainer, "query/kl")[-1] == pytest.approx(sum(expected) / 8, rel=1e-3)
+    expected = mean_k3(start, now, UNEQUAL)
+    assert logged(trainer, "query/kl")[-1] == pytest.approx(expected, rel=1e-3)
 
 
 def test_report_is_logged(mapped, caplog):

@@ -191,13 +191,12 @@ def table(before: dict[float, float], results: dict[str, dict]) -> str:
 def plot_drift(results: dict[str, dict], path: Path) -> bool:
     """Write the two drift curves of every method as a PNG; False without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, name, label in zip(axes, ("query_kl", "policy_kl"), ("Query-KL", "Policy-KL")):
         for method, result in results.items():
             axis.plot([p["step"] for p in result["drift"]], [p[name] for p in result["drift"]], label=method)
@@ -205,7 +204,6 @@ def plot_drift(results: dict[str, dict], path: Path) -> bool:
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     return True
 
 

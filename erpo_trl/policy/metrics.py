@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .trust_region import Move, RegionParams
+from .trust_region import Move, RegionParams, weight_of
 
 
 class RegionMetrics:
@@ -23,7 +23,7 @@ class RegionMetrics:
     ) -> None:
         """Take in one micro-batch of (B, C) tokens; `pushed` is the region's w·A."""
         shift = move.shift.abs()
-        weight = torch.where(advantage == 0, 1.0, pushed / torch.where(advantage == 0, 1.0, advantage))
+        weight = weight_of(pushed, advantage)
         radius = torch.where(move.shift > 0, params.high, params.low)
         sums = [mask, shift * mask, (shift > radius) & mask, weight * mask, (weight < 0) & mask]
         low = -torch.inf

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .metrics import RegionMetrics
-from .trust_region import Move, RegionParams, push
+from .trust_region import REGIONS, Move, RegionParams
 
 logger = logging.get_logger(__name__)
 
@@ -86,25 +86,26 @@ class TrustRegionMixin:
 
     def _weight_advantages(self, inputs: dict, logps: Tensor) -> None:
         """Set the (B, C) advantages to r·w·A and TRL's own ratio to 1."""
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         log_mu = inputs.get("sampling_per_token_logps")
         if log_mu is None:
             log_mu = inputs.get("old_per_token_logps", logps)
         # An engine that could not score a token says NaN: there the policy counts as not moved, as TRL has it
-        log_mu = torch.where(mask.bool() & ~log_mu.isnan(), log_mu, logps)
+        log_mu = torch.where(mask & ~log_mu.isnan(), log_mu, logps)
         advantage = inputs.get("unweighted_advantages", inputs["advantages"])
         advantage = advantage.unsqueeze(1) if advantage.dim() == 1 else advantage
         move = Move(logps - log_mu, log_mu)
-        pushed = push(self.args.trust_region, logps - log_mu, log_mu, advantage, self.region_params)
+        region, _ = REGIONS[self.args.trust_region]
+        pushed = region(move, advantage, self.region_params)
         query_weight = inputs["query_weight"].unsqueeze(1) if "query_weight" in inputs else 1.0
-        inputs["advantages"] = torch.where(mask.bool(), move.r * pushed * query_weight, 0.0)
+        inputs["advantages"] = torch.where(mask, move.r * pushed * query_weight, 0.0)
         inputs["old_per_token_logps"] = logps
         inputs["sampling_per_token_logps"] = log_mu
         if "importance_sampling_ratio" in inputs:
             # The mismatch between rollout and trainer is in r already
             inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
         mode = "train" if self.model.training else "eval"
-        self._region_metrics[mode].add(move, advantage, pushed, mask.bool(), self.region_params, self.accelerator)
+        self._region_metrics[mode].add(move, advantage, pushed, mask, self.region_params, self.accelerator)
 
     def log(self, logs, start_time=None):
         mode = "train" if self.model.training else "eval"

@@ -124,7 +124,7 @@ def dppo_tv(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
 
 
 def dppo_tv_objective(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
-    return masked_push(move, advantage, params, outside_tv(move, advantage, params)).detach() * move.r
+    return dppo_tv(move, advantage, params).detach() * move.r
 
 
 def dppo_kl(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
@@ -133,7 +133,7 @@ def dppo_kl(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
 
 
 def dppo_kl_objective(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
-    return masked_push(move, advantage, params, outside_kl(move, advantage, params)).detach() * move.r
+    return dppo_kl(move, advantage, params).detach() * move.r
 
 
 def drpo(move: Move, advantage: Tensor, params: RegionParams) -> Tensor:
@@ -223,9 +223,13 @@ def push(region: str, log_ratio: Tensor, log_mu: Tensor, advantage: Tensor, para
 
 def gradient_weight(region: str, log_ratio: Tensor, log_mu: Tensor, advantage: Tensor, params: RegionParams) -> Tensor:
     """w of every token, (B, T); 1 where A = 0, where it multiplies nothing. Arguments as for [`push`]."""
-    weighted = push(region, log_ratio, log_mu, advantage, params)
-    nonzero = torch.where(advantage == 0, torch.ones_like(advantage), advantage)
-    return torch.where(advantage == 0, torch.ones_like(weighted), weighted / nonzero)
+    return weight_of(push(region, log_ratio, log_mu, advantage, params), advantage)
+
+
+def weight_of(pushed: Tensor, advantage: Tensor) -> Tensor:
+    """w from the push w·A, (B, T); 1 where A = 0."""
+    zero = advantage == 0
+    return torch.where(zero, 1.0, pushed / torch.where(zero, 1.0, advantage))
 
 
 def objective(region: str, log_ratio: Tensor, log_mu: Tensor, advantage: Tensor, params: RegionParams) -> Tensor:

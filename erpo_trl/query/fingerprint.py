@@ -11,6 +11,7 @@ from importlib.metadata import version
 import numpy as np
 import torch
 import xxhash
+from accelerate.utils import is_peft_model
 from torch import nn
 
 from .._version import __version__
@@ -31,8 +32,14 @@ def query_key(ids: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(np.asarray(ids, dtype=np.int64).tobytes()) >> 1
 
 
-def is_peft_model(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
+def row_fingerprint(reference: str, key: int) -> str:
+    """What a row's `query_fingerprint` says: the reference's fingerprint and the query's key."""
+    return f"{reference}-{key:016x}"
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The causal LM inside a PEFT model; any other model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 def adapter_is_inert(model: nn.Module) -> bool:

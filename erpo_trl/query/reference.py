@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, List, Value
 from huggingface_hub.constants import HF_HOME
 from torch import nn
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
 
-from .fingerprint import adapter_is_inert, fingerprint, is_peft_model, query_key, reference_settings
+from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .scoring import batches_by_tokens, reference_policy, score_queries
 from .table import ReferenceTable
@@ -168,7 +168,7 @@ class DatasetMapper:
             ids = [ids[i] for i in kept]
 
         keys = np.array([query_key(row) for row in ids], dtype=np.int64)
-        names = [f"{reference.fingerprint}-{key:016x}" for key in keys.tolist()]
+        names = [row_fingerprint(reference.fingerprint, key) for key in keys.tolist()]
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
             columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], names, ids)
@@ -263,8 +263,7 @@ class DatasetMapper:
             context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
             if context is None:
                 return list(range(len(ids)))
-            base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-            room = self.config.max_completion_length if has_absolute_positions(base) else 1
+            room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
             limit, reason = context - room, f"a context of {context} tokens, {room} of them for the completion"
         kept = [row for row, row_ids in enumerate(ids) if len(row_ids) <= limit]
         if len(kept) < len(ids):
@@ -286,8 +285,7 @@ class DatasetMapper:
         """Score distinct queries of at least two tokens into the table, spread over the processes."""
         state = PartialState()
         # A node whose cache lacks rows that others have would run more forwards than they do, and hang them
-        wanted = {query_key(row): row for row in gather_object(queries)} if state.num_processes > 1 else None
-        queries = list(wanted.values()) if wanted is not None else queries
+        queries = list({query_key(row): row for row in gather_object(queries)}.values())
         if not queries:
             return
         if settings is None:
@@ -330,7 +328,7 @@ class DatasetMapper:
     def _write(self, table: ReferenceTable, rows: list[tuple[int, np.ndarray]]) -> None:
         """Add the rows that all processes scored; every process has them in its table afterwards."""
         state = PartialState()
-        rows = gather_object(rows) if state.num_processes > 1 else rows
+        rows = gather_object(rows)
         keys = [key for key, _ in rows]
 
         # Once for a folder that all share, once a machine for folders of machines, once a process for folders of processes

@@ -14,8 +14,8 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
+import xxhash
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -24,7 +24,7 @@ from transformers.utils import logging
 from .checkpoint import last_whole_checkpoint, read_state, write_state
 from .checks import check_model, refuse_images, refuse_unsupported
 from .divergence import query_kl
-from .fingerprint import is_peft_model, query_key
+from .fingerprint import base_model, query_key, row_fingerprint
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
 from .metrics import QueryMetrics
 from .owners import settle_owners
@@ -48,9 +48,8 @@ class QueryRegularizerMixin:
         self._align_save_steps()
         check_model(self.model, self.args.disable_dropout)
         for model in (self.model, getattr(self, "ref_model", None)):
-            base = model.get_base_model() if model is not None and is_peft_model(model) else model
-            if base is not None and has_absolute_positions(base):
-                pass_position_ids(base)
+            if model is not None and has_absolute_positions(base_model(model)):
+                pass_position_ids(base_model(model))
 
         self.dataset_mapper = DatasetMapper(
             self.model,
@@ -255,8 +254,7 @@ class QueryRegularizerMixin:
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
             return None
-        names = "\n".join(self.train_dataset["query_fingerprint"])
-        return f"{query_key(np.frombuffer(names.encode(), dtype=np.uint8)):016x}"
+        return xxhash.xxh3_64_hexdigest("\n".join(self.train_dataset["query_fingerprint"]).encode())
 
     def _save_checkpoint(self, model, trial):
         if self.args.should_save:
@@ -314,7 +312,7 @@ class QueryRegularizerMixin:
         for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
             ids = ids[mask.bool()].numpy()
             keys.append(query_key(ids))
-            found, expected = columns[row]["query_fingerprint"], f"{reference}-{keys[-1]:016x}"
+            found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, keys[-1])
             if found is None:
                 raise ValueError(
                     f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "

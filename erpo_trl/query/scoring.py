@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-from .fingerprint import is_peft_model
+from .fingerprint import base_model
 
 
 def batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
@@ -36,7 +37,7 @@ def reference_policy(
         adapter: whether a PEFT model's adapter is part of the reference.
         autocast_dtype: dtype of autocast in training, None for none.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_model(model)
     modes = [(module, module.training) for module in model.modules()]
     # Leaving `disable_adapter` makes every adapter weight trainable, the ones a user froze included
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
