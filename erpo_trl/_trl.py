@@ -20,10 +20,20 @@ PRIVATE_NAMES = {
             "_get_train_sampler",  # advanced past finished epochs on resume
             "_set_signature_columns_if_needed",  # keeps the reference columns with remove_unused_columns
             "_save_checkpoint",  # the checkpoint names its reference
+            "get_off_policy_mask",  # applied with the advantages before a trust region weights them
             "loss_is_scaled_for_ga",  # whether the penalty must be scaled for accumulation
         ),
     },
-    "trl.trainer.utils": {None: ("add_fused_lm_head",)},
+    "trl.trainer.utils": {
+        None: (
+            "add_fused_lm_head",
+            "pad",
+            "_ChunkedLogProbFunction",  # the top-K regions read the head's weight while it is whole
+        )
+    },
+    "trl.generation.vllm_generation": {
+        "VLLMGeneration": ("generate",),  # the top-K regions ask it for more log-probs and reorder them
+    },
     "transformers": {
         "Trainer": (
             "get_batch_samples",  # the raw batches of one optimizer step
@@ -39,6 +49,7 @@ PRIVATE_ATTRIBUTES = (
     "_signature_columns",
     "epsilon_low",  # set to infinity under a trust region
     "epsilon_high",
+    "off_policy_mask_threshold",  # taken over under a trust region
     "current_gradient_accumulation_steps",
 )
 

@@ -21,7 +21,20 @@ PRESETS = {
         "query_weight": "nll_ratio",
         "query_weight_clip": (0.0, 2.0),
         "query_weight_source": "reference",
+        "query_kl_coef": 1e-2,
     },
+}
+PRESETS["drpo"] = PRESETS["paper"] | {
+    "query_kl_coef": 0.0,
+    "query_weight": "uniform",
+    "trust_region": "drpo",
+    "trust_region_delta": 12.5,
+    "loss_type": "dr_grpo",
+    "scale_rewards": "none",
+}
+# Fields without a default of their own that presets may set -> what holds where they do not
+_DEFAULTS = {"trust_region": "ratio_clip"} | {
+    name: GRPOConfig.__dataclass_fields__[name].default for name in ("loss_type", "scale_rewards")
 }
 # Presets that design and papers name but that this version cannot run yet -> why
 UNAVAILABLE_PRESETS = {
@@ -38,11 +51,15 @@ class ERPOConfig(GRPOConfig):
 
     Parameters:
         preset (`str`, *optional*, defaults to `"paper"`):
-            Values for the query fields left unset. `"paper"`: arXiv 2608.23311 where it speaks, the authors' release
-            where the paper is silent.
-        query_kl_coef (`float`, *optional*, defaults to `1e-2`):
-            α, the coefficient of the Query-KL penalty, per nat. 0 measures the drift without holding it. Source: paper
-            section 5.1.
+            Values for the fields left unset. `"paper"`: arXiv 2608.23311 where it speaks, the authors' release where the
+            paper is silent. `"drpo"`: the recipe that arXiv 2606.09821 published, `trust_region="drpo"` with
+            `trust_region_delta=12.5` on `loss_type="dr_grpo"` and `scale_rewards="none"`, with the query side off
+            (`query_kl_coef=0`, `query_weight="uniform"`); set those to compose it with ERPO. Their runs draw 8 responses at
+            temperature 1, of at most 8192 tokens (`max_completion_length`, which `dr_grpo` divides by), from an engine
+            whose log-probs are μ (`use_vllm`).
+        query_kl_coef (`float`, *optional*):
+            α, the coefficient of the Query-KL penalty, per nat. 0 measures the drift without holding it. Preset `paper`:
+            `1e-2` (paper section 5.1).
         query_kl_estimator (`str`, *optional*):
             Estimator of the drift, a function of x = log P_0 - log P_θ: `"k1"` (-x), `"k2"` (x²/2) or `"k3"`
             (e^x - x - 1). Preset `paper`: `"k3"` (paper section 4.2).
@@ -67,31 +84,49 @@ class ERPOConfig(GRPOConfig):
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
             with absolute positions, which cannot run past their table).
-        trust_region (`str`, *optional*, defaults to `"ratio_clip"`):
+        trust_region (`str`, *optional*):
             How a token's policy gradient is weighted by how far the policy has moved on it since the rollout:
-            `"ratio_clip"` (TRL's own, set by `epsilon`), `"none"`, `"spo"`, `"dppo_tv"`, `"dppo_kl"`, `"drpo"`,
-            `"drpo_mask"`, and the ablations `"drpo_no_advantage"`, `"drpo_tv"`, `"drpo_kl"`, `"drpo_k3"`. Any but
-            `ratio_clip` replaces the clip and keeps `loss_type` as the aggregation. See `policy/trust_region.py`.
+            `"ratio_clip"` (TRL's own, set by `epsilon`), `"none"`, `"spo"`, `"dppo_tv"`, `"dppo_kl"`, `"dppo_topk_tv"`,
+            `"dppo_topk_kl"`, `"drpo"`, `"drpo_mask"`, and the ablations `"drpo_no_advantage"`, `"drpo_tv"`, `"drpo_kl"`,
+            `"drpo_k3"`. Any but `ratio_clip` replaces the clip and keeps `loss_type` as the aggregation. See
+            `policy/trust_region.py`. Preset `paper`: `"ratio_clip"`.
         trust_region_delta (`float`, *optional*):
-            δ, the radius: of the probability shift |π - μ| (at most 1), or in nats for `dppo_kl`. Needed by every region but
-            `none` and `spo`. DRPO's authors run 12.5, where the boundary is out of reach and the region only dampens.
+            δ, the radius: of the probability shift |π - μ| (at most 1), of a total variation (`dppo_topk_tv`), or in nats
+            (`dppo_kl`, `dppo_topk_kl`). Needed by every region but `none` and `spo`. DRPO's authors run 12.5, where the
+            boundary is out of reach and the region only dampens.
         trust_region_delta_low (`float`, *optional*), trust_region_delta_high (`float`, *optional*):
             Radius of the masks where the probability fell and where it rose. Default: `trust_region_delta`.
         trust_region_ratio_cap (`float`, *optional*, defaults to `20.0`):
             C, at which DPPO truncates the ratio of the tokens it keeps.
         trust_region_coef (`float`, *optional*):
             c, the coefficient of `drpo_tv`, `drpo_kl` and `drpo_k3`. Default: 1/δ (the paper's values were not found).
+        trust_region_topk (`int`, *optional*, defaults to `20`):
+            K, how many of the rollout's likeliest tokens the top-K regions compare. A colocated vLLM gives at most 20.
+        trust_region_delta_target (`float`, *optional*):
+            With it δ adapts: after every step log δ moves so that the 99th percentile of |π - μ| sits at this fraction of δ.
+            For regions whose δ bounds |π - μ|. δ starts at `trust_region_delta` and stays in [1e-4, 1].
+        trust_region_delta_rate (`float`, *optional*, defaults to `0.1`):
+            Share of the way that log δ goes in one step.
+        trust_region_check_rollout (`bool`, *optional*, defaults to `True`):
+            Refuse, at the run's first step, rollout log-probs that differ from the policy's to one side throughout: another
+            temperature, top-p or top-k. Set to `False` to train on rollouts of another policy.
         spo_epsilon (`float`, *optional*, defaults to `0.2`):
             ε, SPO's radius of |r - 1|.
+        loss_type (`str`, *optional*), scale_rewards (`str` or `bool`, *optional*):
+            As in TRL, whose defaults hold where neither you nor the preset sets them.
     """
 
     preset: str = field(
         default="paper",
-        metadata={"help": "Values for the query fields left unset: 'paper' (arXiv 2608.23311)."},
+        metadata={
+            "help": "Values for the fields left unset: 'paper' (arXiv 2608.23311) or 'drpo' (arXiv 2606.09821)."
+        },
     )
-    query_kl_coef: float = field(
-        default=1e-2,
-        metadata={"help": "Coefficient alpha of the Query-KL penalty; 0 measures the drift without holding it."},
+    query_kl_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Coefficient alpha of the Query-KL penalty; 0 measures the drift without holding it. Preset 'paper': 1e-2."
+        },
     )
     query_kl_estimator: str | None = field(
         default=None,
@@ -132,9 +167,12 @@ class ERPOConfig(GRPOConfig):
         },
     )
 
-    trust_region: str = field(
-        default="ratio_clip",
-        metadata={"help": "Weight on a token's policy gradient: ratio_clip (TRL's), none, spo, dppo_*, drpo*."},
+    trust_region: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weight on a token's policy gradient: ratio_clip (TRL's), none, spo, dppo_*, drpo*. Preset 'paper': "
+            "ratio_clip."
+        },
     )
     trust_region_delta: float | None = field(
         default=None,
@@ -152,20 +190,41 @@ class ERPOConfig(GRPOConfig):
     trust_region_coef: float | None = field(
         default=None, metadata={"help": "Coefficient of drpo_tv, drpo_kl and drpo_k3. Default: 1/delta."}
     )
+    trust_region_topk: int = field(
+        default=20, metadata={"help": "How many of the rollout's likeliest tokens the top-K regions compare."}
+    )
+    trust_region_delta_target: float | None = field(
+        default=None,
+        metadata={"help": "Adapt delta so that the 99th percentile of |pi - mu| sits at this fraction of it."},
+    )
+    trust_region_delta_rate: float = field(
+        default=0.1, metadata={"help": "Share of the way that log delta goes in one step, when it adapts."}
+    )
+    trust_region_check_rollout: bool = field(
+        default=True,
+        metadata={"help": "Refuse rollout log-probs at another temperature, top-p or top-k than the policy's."},
+    )
     spo_epsilon: float = field(default=0.2, metadata={"help": "SPO's radius of |r - 1|."})
+    # TRL's fields, without their default so that a preset can tell whether the user set them
+    loss_type: str | None = field(
+        default=None, metadata={"help": "Aggregation of the token losses, as in TRL. Preset 'drpo': dr_grpo."}
+    )
+    scale_rewards: str | None = field(
+        default=None, metadata={"help": "Scaling of the advantages, as in TRL. Preset 'drpo': none."}
+    )
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
             # TRL's default would be refused on such a device
             logger.info("No device with bfloat16 found: training in float32. Set bf16 or fp16 to choose.")
             self.bf16 = False
-        super().__post_init__()
         if isinstance(self.preset, str) and self.preset in UNAVAILABLE_PRESETS:
             raise ValueError(f"preset={self.preset!r} is not available yet: {UNAVAILABLE_PRESETS[self.preset]}.")
         _require_one_of("preset", self.preset, PRESETS)
-        for name, value in PRESETS[self.preset].items():
+        for name, value in (_DEFAULTS | PRESETS[self.preset]).items():
             if getattr(self, name) is None:
                 setattr(self, name, list(value) if isinstance(value, tuple) else value)
+        super().__post_init__()
 
         _require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
         _require_one_of("query_kl_level", self.query_kl_level, LEVELS)
@@ -204,15 +263,22 @@ class ERPOConfig(GRPOConfig):
 
     def _check_trust_region(self) -> None:
         _require_one_of("trust_region", self.trust_region, ("ratio_clip", *REGIONS))
-        for name in ("delta", "delta_low", "delta_high", "ratio_cap", "coef"):
+        for name in ("delta", "delta_low", "delta_high", "ratio_cap", "coef", "delta_target", "delta_rate"):
             value = getattr(self, f"trust_region_{name}")
-            if value is not None and not value > 0:
+            if value is not None and not _number(f"trust_region_{name}", value) > 0:
                 raise ValueError(f"trust_region_{name} must be > 0, found {value}.")
         if not self.spo_epsilon > 0:
             raise ValueError(f"spo_epsilon must be > 0, found {self.spo_epsilon}.")
+        if not isinstance(self.trust_region_topk, int) or self.trust_region_topk < 1:
+            raise ValueError(f"trust_region_topk must be a whole number >= 1, found {self.trust_region_topk!r}.")
+        over = "nothing" if self.trust_region == "ratio_clip" else REGIONS[self.trust_region].over
+        self._check_adaptive_radius(over)
         if self.trust_region == "ratio_clip":
             return
-        if self.trust_region not in ("none", "spo") and self.trust_region_delta is None:
+        needs_radius = over not in ("nothing", "coefficient") or (
+            over == "coefficient" and self.trust_region_coef is None
+        )
+        if needs_radius and self.trust_region_delta is None:
             raise ValueError(f"trust_region={self.trust_region!r} needs its radius: set trust_region_delta.")
         if self.loss_type in ("sapo", "vespo"):
             raise ValueError(
@@ -230,6 +296,25 @@ class ERPOConfig(GRPOConfig):
             raise ValueError(
                 f"use_bias_correction_kl multiplies the Policy-KL by TRL's ratio, which trust_region={self.trust_region!r} "
                 "replaces: set it to False, or beta to 0."
+            )
+
+    def _check_adaptive_radius(self, over: str) -> None:
+        if self.trust_region_delta_target is None:
+            return
+        for name in ("target", "rate"):
+            value = getattr(self, f"trust_region_delta_{name}")
+            if value > 1:
+                raise ValueError(f"trust_region_delta_{name} must be in (0, 1], found {value}.")
+        if over != "shift":
+            names = ", ".join(name for name, region in REGIONS.items() if region.over == "shift")
+            raise ValueError(
+                f"trust_region_delta_target follows |π - μ|, which trust_region={self.trust_region!r} does not bound: unset it, "
+                f"or use {names}."
+            )
+        if self.trust_region_delta_low is not None or self.trust_region_delta_high is not None:
+            raise ValueError(
+                "trust_region_delta_target adapts one radius for both directions: unset trust_region_delta_low and "
+                "trust_region_delta_high."
             )
 
 

@@ -122,8 +122,8 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
     return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
 
 
-def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> ERPOTrainer:
-    """The trainer that these options describe, ready for `train()`."""
+def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **more) -> ERPOTrainer:
+    """The trainer that these options describe, ready for `train()`; `more` goes to its constructor."""
     if model.model_name_or_path == "demo":
         model.model_name_or_path = str(MODEL_DIR)
     if model.model_name_or_path is None:
@@ -152,6 +152,7 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> E
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
+            **more,
         )
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error

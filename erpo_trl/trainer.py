@@ -55,3 +55,9 @@ class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
         if not isinstance(args, ERPOConfig):
             raise TypeError(f"args must be an ERPOConfig, found {type(args).__name__}.")
         super().__init__(model, reward_funcs, args, *more, **kwargs)
+
+    def extra_state(self) -> dict:
+        return self.region_state()
+
+    def restore_extra_state(self, state: dict) -> None:
+        self.restore_region(state)

@@ -4,17 +4,27 @@ What it changes against TRL: after the one forward, the advantage of every token
 TRL's own ratio becomes 1, so that TRL's loss has the gradient w·A·∇r per token under whatever aggregation `loss_type` names.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.utils import logging
+from trl.trainer.utils import pad
 
 from .metrics import RegionMetrics
-from .trust_region import REGIONS, Move, RegionParams
+from .radius import adapt_radius
+from .rollout import refuse_filtered_log_probs, refuse_one_sided_rollout
+from .topk import captured_head, policy_logps, split_sampled
+from .trust_region import REGIONS, Move, RegionParams, TopK
 
 logger = logging.get_logger(__name__)
+
+# vLLM's own limit of log-probs per token, which TRL's colocated engine does not raise
+_VLLM_MAX_LOGPROBS = 20
 
 
 class CompletionReader:
@@ -22,16 +32,33 @@ class CompletionReader:
 
     Args:
         model: what TRL would have called.
-        width: number of completion columns, the last ones.
-        use: called once with the (B, width) log-probs in nats, detached.
+        tokens: (B, C) the completion's ids, the last columns of what TRL passes.
+        use: called once with the (B, C) log-probs in nats, detached, and those of `topk_ids` or None.
+        topk_ids: (B, C, K) further ids to read the policy's log-probs of, -1 for none.
     """
 
-    def __init__(self, model: nn.Module, width: int, use: Callable[[Tensor], None]):
-        self.model, self.width, self.use = model, width, use
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: Tensor,
+        use: Callable[[Tensor, Tensor | None], None],
+        topk_ids: Tensor | None = None,
+    ):
+        self.model, self.tokens, self.use, self.topk_ids = model, tokens, use, topk_ids
 
     def __call__(self, *args, **kwargs):
-        outputs = self.model(*args, **kwargs)
-        self.use(outputs.log_probs[:, -self.width :].detach())
+        if self.topk_ids is None:
+            outputs = self.model(*args, **kwargs)
+        else:
+            listed = torch.cat([self.tokens.unsqueeze(-1), self.topk_ids.clamp(min=0)], dim=-1)
+            with captured_head(listed.unique()) as heads:
+                outputs = self.model(*args, **kwargs)
+        logps = outputs.log_probs[:, -self.tokens.shape[1] :].detach()
+        topk = None
+        if self.topk_ids is not None:
+            [head] = heads
+            topk = policy_logps(head, outputs.label_mask, logps, self.tokens, self.topk_ids)
+        self.use(logps, topk)
         return outputs
 
     def __getattr__(self, name: str):
@@ -47,19 +74,11 @@ class TrustRegionMixin:
         self._region_metrics = {"train": RegionMetrics(), "eval": RegionMetrics()}
         if config.trust_region == "ratio_clip":
             return
-        generate_every = config.steps_per_generation * config.num_iterations
-        on_policy = config.gradient_accumulation_steps % generate_every == 0
-        if on_policy and not self.use_vllm and self.rollout_func is None and config.trust_region != "none":
-            raise ValueError(
-                f"trust_region={config.trust_region!r} would do nothing: with one update per generation and no rollout "
-                "log-probs the policy has not moved (r = 1) when it is updated. Set num_iterations to 2 or more, "
-                "steps_per_generation above gradient_accumulation_steps, or use_vllm."
-            )
-        if (
-            config.trust_region_delta is not None
-            and config.trust_region_delta >= 1
-            and config.trust_region != "dppo_kl"
-        ):
+        self._region = REGIONS[config.trust_region]
+        # Per completion of the generation at hand, what the rollout said about the likeliest tokens
+        self._rollout_topk: list[tuple[Tensor, Tensor]] = []
+        self._refuse_unmoved_policy()
+        if (config.trust_region_delta or 0.0) >= 1 and self._region.over == "shift":
             logger.warning(
                 f"trust_region_delta={config.trust_region_delta:g}: |π - μ| never exceeds 1, so the boundary is out of reach "
                 "and the region only dampens the gradient. DRPO's authors run 12.5; a boundary needs a value below 1."
@@ -74,17 +93,119 @@ class TrustRegionMixin:
         )
         # The ratio TRL sees is 1; only cispo's one-sided clamp, which is not around 1, could still act on it
         self.epsilon_low = self.epsilon_high = math.inf
+        # TRL would decide it by the sign of what it gets as advantage, which is that of w·A
+        self._off_policy_threshold, self.off_policy_mask_threshold = self.off_policy_mask_threshold, None
+        if self.use_vllm:
+            refuse_filtered_log_probs(config, self._engine_logprobs_mode())
+        self._take_likeliest_tokens()
+
+    # ---- construction
+
+    def _refuse_unmoved_policy(self) -> None:
+        config = self.args
+        generate_every = config.steps_per_generation * config.num_iterations
+        on_policy = config.gradient_accumulation_steps % generate_every == 0
+        if on_policy and not self.use_vllm and self.rollout_func is None and config.trust_region != "none":
+            raise ValueError(
+                f"trust_region={config.trust_region!r} would do nothing: with one update per generation and no rollout "
+                "log-probs the policy has not moved (r = 1) when it is updated. Set num_iterations to 2 or more, "
+                "steps_per_generation above gradient_accumulation_steps, or use_vllm."
+            )
+
+    def _engine_logprobs_mode(self) -> str:
+        """vLLM's, on every rank; TRL's colocated engine is built with processed log-probs."""
+        if self.args.vllm_mode == "colocate":
+            return "processed_logprobs"
+        mode = [None]
+        if self.accelerator.is_main_process:
+            mode = [self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]]
+        return broadcast_object_list(mode)[0]
+
+    def _take_likeliest_tokens(self) -> None:
+        """Have the rollout hand over the K likeliest tokens, where it gives more than the sampled one."""
+        wanted, k = self._region.over == "topk", self.args.trust_region_topk
+        if wanted and not self.use_vllm and self.rollout_func is None:
+            raise ValueError(
+                f"trust_region={self.args.trust_region!r} needs the rollout's log-probs of its {k} likeliest tokens, which "
+                "transformers' generation does not give: set use_vllm, or pass a rollout_func that returns `logprobs` and "
+                "`logprob_token_ids` of shape (completions, tokens, K). Or use 'dppo_tv' or 'dppo_kl'."
+            )
+        if wanted and self.tools:
+            raise ValueError(
+                f"trust_region={self.args.trust_region!r} does not work with tools: the rollout's likeliest tokens are known for "
+                "single turns only. Use 'dppo_tv' or 'dppo_kl'."
+            )
+        if self.rollout_func is not None:
+            self.rollout_func = self._splitting(self.rollout_func)
+        elif wanted:
+            if self.args.vllm_mode == "colocate" and k > _VLLM_MAX_LOGPROBS:
+                raise ValueError(
+                    f"trust_region_topk={k}: a colocated vLLM gives at most {_VLLM_MAX_LOGPROBS} log-probs per token. Lower it, "
+                    "or use a server started with --max-logprobs."
+                )
+            self.vllm_generation.logprobs = k
+            self.vllm_generation.generate = self._sampled_first(self.vllm_generation.generate)
+
+    def _splitting(self, rollout_func):
+        """`rollout_func` as TRL reads it: the sampled tokens' log-probs alone."""
+
+        @functools.wraps(rollout_func)
+        def split(prompts, trainer):
+            output = dict(rollout_func(prompts, trainer))
+            token_ids = output.pop("logprob_token_ids", None)
+            if token_ids is not None:
+                output["logprobs"], self._rollout_topk = split_sampled(
+                    output["logprobs"], token_ids, output["completion_ids"], self.args.trust_region_topk
+                )
+            elif self._region.over == "topk":
+                raise ValueError(
+                    f"trust_region={self.args.trust_region!r} needs `logprob_token_ids` from rollout_func, beside `logprobs` of "
+                    "the same shape (completions, tokens, K); it returned none."
+                )
+            return output
+
+        return split
+
+    def _sampled_first(self, generate):
+        """vLLM's `generate` with the sampled token's log-prob in the first place, where TRL takes it from."""
+
+        @functools.wraps(generate)
+        def reordered(*args, **kwargs):
+            prompt_ids, completion_ids, logprobs, token_ids = generate(*args, **kwargs)
+            sampled, self._rollout_topk = split_sampled(
+                logprobs, token_ids, completion_ids, self.args.trust_region_topk
+            )
+            return prompt_ids, completion_ids, [[[value] for value in row] for row in sampled], token_ids
+
+        return reordered
+
+    # ---- rows
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self.args.trust_region == "ratio_clip" or self._region.over != "topk":
+            return batch
+        device, width = batch["completion_ids"].device, batch["completion_ids"].shape[1]
+        for name, value, part in (("topk_ids", -1, 0), ("topk_logps", 0.0, 1)):
+            padded = pad([entry[part] for entry in self._rollout_topk], padding_value=value, padding_side="right")
+            room = width - padded.shape[1]
+            batch[name] = nn.functional.pad(padded, (0, 0, 0, room), value=value).to(device)  # (B, C, K)
+        return batch
+
+    # ---- the loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.args.trust_region == "ratio_clip":
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs = dict(inputs)  # TRL reads the advantages after its forward, so that they can still be set during it
         reader = CompletionReader(
-            model, inputs["completion_ids"].shape[1], lambda logps: self._weight_advantages(inputs, logps)
+            model, inputs["completion_ids"], functools.partial(self._weight_advantages, inputs), inputs.get("topk_ids")
         )
-        return super().compute_loss(reader, inputs, *args, **kwargs)
+        loss = super().compute_loss(reader, inputs, *args, **kwargs)
+        self._end_region_step()
+        return loss
 
-    def _weight_advantages(self, inputs: dict, logps: Tensor) -> None:
+    def _weight_advantages(self, inputs: dict, logps: Tensor, topk_logps: Tensor | None) -> None:
         """Set the (B, C) advantages to r·w·A and TRL's own ratio to 1."""
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         log_mu = inputs.get("sampling_per_token_logps")
@@ -94,21 +215,77 @@ class TrustRegionMixin:
         log_mu = torch.where(mask & ~log_mu.isnan(), log_mu, logps)
         advantage = inputs.get("unweighted_advantages", inputs["advantages"])
         advantage = advantage.unsqueeze(1) if advantage.dim() == 1 else advantage
-        move = Move(logps - log_mu, log_mu)
-        region, _ = REGIONS[self.args.trust_region]
-        pushed = region(move, advantage, self.region_params)
+        topk = None
+        if topk_logps is not None:
+            ids = inputs["topk_ids"]
+            listed = (ids >= 0) & (ids != inputs["completion_ids"].unsqueeze(-1)) & mask.unsqueeze(-1)
+            topk = TopK(inputs["topk_logps"], topk_logps, listed)
+        move = Move(logps - log_mu, log_mu, topk)
+        pushed = self._region.push(move, advantage, self.region_params)
         query_weight = inputs["query_weight"].unsqueeze(1) if "query_weight" in inputs else 1.0
-        inputs["advantages"] = torch.where(mask, move.r * pushed * query_weight, 0.0)
+        weighted = torch.where(mask, move.r * pushed * query_weight, 0.0)
+        if self._off_policy_threshold is not None:
+            weighted = weighted * self.get_off_policy_mask(
+                advantages=advantage,
+                per_token_logps=logps,
+                sampling_per_token_logps=log_mu,
+                mask=mask.to(logps.dtype),
+                off_policy_threshold=self._off_policy_threshold,
+            )
+        inputs["advantages"] = weighted
         inputs["old_per_token_logps"] = logps
         inputs["sampling_per_token_logps"] = log_mu
         if "importance_sampling_ratio" in inputs:
             # The mismatch between rollout and trainer is in r already
             inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
-        mode = "train" if self.model.training else "eval"
-        self._region_metrics[mode].add(move, advantage, pushed, mask, self.region_params, self.accelerator)
+        outside = self._region.outside(move, self.region_params)
+        self._region_metrics[self._region_mode].add(move, advantage, pushed, outside, mask)
+
+    @property
+    def _region_mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _end_region_step(self) -> None:
+        """After the last micro-batch of a step: look at the rollout, adapt the radius."""
+        mode, metrics = self._region_mode, self._region_metrics[self._region_mode]
+        if mode == "train" and metrics.micro_batches < self.current_gradient_accumulation_steps:
+            return
+        step = metrics.end_step(self.accelerator)
+        if mode == "eval":
+            return
+        config = self.args
+        from_rollout = self.use_vllm or self.rollout_func is not None
+        if from_rollout and self.state.global_step == 0 and config.trust_region_check_rollout:
+            refuse_one_sided_rollout(step, config.trust_region)
+        if self._radius_adapts:
+            delta = adapt_radius(
+                self.region_params.delta,
+                step.shift_p99,
+                config.trust_region_delta_target,
+                config.trust_region_delta_rate,
+            )
+            self.region_params = dataclasses.replace(self.region_params, delta=delta)
+
+    # ---- checkpoint and log
+
+    def region_state(self) -> dict:
+        """What a checkpoint must hold of the region beside TRL's own state."""
+        return {"trust_region_delta": self.region_params.delta} if self._radius_adapts else {}
+
+    def restore_region(self, state: dict) -> None:
+        """Take up what `region_state` gave."""
+        if self._radius_adapts and "trust_region_delta" in state:
+            self.region_params = dataclasses.replace(self.region_params, delta=state["trust_region_delta"])
+
+    @property
+    def _radius_adapts(self) -> bool:
+        return self.args.trust_region_delta_target is not None
 
     def log(self, logs, start_time=None):
-        mode = "train" if self.model.training else "eval"
-        for name, value in self._region_metrics[mode].summarize().items():
+        mode = self._region_mode
+        summary = self._region_metrics[mode].summarize()
+        if summary and self._radius_adapts:
+            summary["delta"] = self.region_params.delta
+        for name, value in summary.items():
             self._metrics[mode][f"trust_region/{name}"] = [value]
         super().log(logs, start_time)

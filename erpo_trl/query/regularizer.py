@@ -206,6 +206,7 @@ class QueryRegularizerMixin:
         if state is not None:
             self._check_same_data(state)
             self._refuse_cut_generation(resume_from_checkpoint, progress)
+            self.restore_extra_state(state)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _resume_reference(self, state: dict) -> None:
@@ -251,6 +252,13 @@ class QueryRegularizerMixin:
             raise ValueError(f"{message} Restore it, or set ignore_data_skip=True to go on regardless.")
         logger.warning(message)
 
+    def extra_state(self) -> dict:
+        """What else a trainer keeps in its checkpoints' `erpo_state.json`; given back to `restore_extra_state`."""
+        return {}
+
+    def restore_extra_state(self, state: dict) -> None:
+        """Take up what `extra_state` gave, before training goes on."""
+
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
             return None
@@ -275,6 +283,7 @@ class QueryRegularizerMixin:
                 "seed": self.args.seed,
                 "shuffle_dataset": self.args.shuffle_dataset,
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
+                **self.extra_state(),
             }
             # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
             write_state(folder, state)

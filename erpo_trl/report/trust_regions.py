@@ -19,7 +19,12 @@ def gradient_weight_grid(region: str, advantage: float, params: RegionParams, po
         points: grid points per axis, evenly spaced inside (0, 1).
 
     Returns: (points, points); row i is π = grid[i], column j is μ = grid[j], grid = (k + 1/2) / points.
+
+    Raises:
+        ValueError: a region over the K likeliest tokens, whose weight depends on more than the sampled token's μ and π.
     """
+    if REGIONS[region].over == "topk":
+        raise ValueError(f"{region} has no picture over (μ, π): it depends on tokens beside the sampled one.")
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     pi, mu = torch.meshgrid(grid, grid, indexing="ij")
     a = torch.full_like(mu, advantage)
@@ -29,7 +34,7 @@ def gradient_weight_grid(region: str, advantage: float, params: RegionParams, po
 def plot_gradient_weights(
     path: str | Path,
     params: RegionParams,
-    regions: Sequence[str] = tuple(REGIONS),
+    regions: Sequence[str] = tuple(name for name, region in REGIONS.items() if region.over != "topk"),
     advantages: Sequence[float] = (1.0, -1.0),
     limit: float = 2.0,
 ) -> Path:
