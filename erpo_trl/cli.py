@@ -8,6 +8,7 @@ from collections.abc import Sequence
 # Name -> (module, function, help). Imported when called: `--help` must not wait for torch.
 COMMANDS = {
     "train": ("train", "main", "train a model with ERPO from a YAML recipe and command-line options"),
+    "score": ("score", "main", "make the reference table of a recipe, without training"),
     "demo": ("demo.run", "main", "train the embedded model with ERPO and with GRPO, and compare them"),
 }
 

@@ -77,7 +77,7 @@ class DataArguments:
 CONFIGS = (DataArguments, ERPOConfig, ModelConfig)
 
 
-def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
+def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArguments, ERPOConfig, ModelConfig]:
     """Options from `--config FILE` (YAML) and the command line; the command line beats the file, the file the defaults.
 
     Raises:
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str]) -> tuple[DataArguments, ERPOConfig, ModelConfig]:
         at = argv.index("--config") + 1
         if at == len(argv) or not Path(argv[at]).is_file():
             raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
-    parser = TrlParser(CONFIGS, prog="erpo-trl train", allow_abbrev=False)
+    parser = TrlParser(CONFIGS, prog=prog, allow_abbrev=False)
     try:
         *configs, from_file, from_line = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
@@ -158,10 +158,26 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **mo
         raise InputError(str(error)) from error
 
 
+def describe(trainer: ERPOTrainer) -> str:
+    """One line: what is trained, in which precision, on what."""
+    args, accelerator = trainer.args, trainer.accelerator
+    parameters = list(trainer.model.parameters())
+    # ZeRO-3 leaves empty tensors behind and keeps their size beside them
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in parameters]
+    held = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()}))
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    return (
+        f"Training {sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters, weights in "
+        f"{held}, computing in {compute}, on {accelerator.num_processes} x {accelerator.device.type} "
+        f"({accelerator.distributed_type.value})"
+    )
+
+
 def main(argv: Sequence[str]) -> None:
     """Train, save the model to `output_dir`, push it where asked."""
     trainer = make_trainer(*parse(argv))
     args = trainer.args
+    trainer.accelerator.print(describe(trainer))
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)

@@ -70,7 +70,7 @@ def test_unknown_key_is_named(recipe, where, capsys):
         ("--query_kl_estimator", "k4", "query_kl_estimator must be one of 'k1', 'k2', 'k3', found 'k4'"),
         ("--query_kl_coef", "-1", "query_kl_coef must be a finite number >= 0, found -1.0"),
         ("--preset", "release", "preset='release' is not available yet"),
-        ("--preset", "papre", "preset must be one of 'paper', found 'papre'"),
+        ("--preset", "papre", "preset must be one of 'paper', 'drpo', found 'papre'"),
         ("--query_weight", "softmax", "query_weight must be one of 'nll_ratio', 'uniform', found 'softmax'"),
         ("--query_weight_clip", "2", "query_weight_clip must hold two numbers"),
         ("--query_weight_source", "policy", "query_weight_source must be one of 'reference', found 'policy'"),
@@ -170,3 +170,29 @@ def test_demo_options_do_not_reach_the_other_method(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run.train_method("GRPO", run.Path("unused"), ["--query_kl_coef", "0.05", "--use_cpu", "true"], 1)
     assert seen["args"].query_kl_coef == 0.0 and seen["args"].beta == 0.01
+
+
+def test_score_makes_the_table_that_train_finds(recipe, tmp_path, capsys):
+    """`score` writes the table and nothing else; training with the same recipe scores nothing, whatever else it is set to."""
+    offpolicy = ["--trust_region", "drpo", "--trust_region_delta", "0.2", "--num_iterations", "2", "--beta", "0.1"]
+    offpolicy += ["--use_bias_correction_kl", "false"]
+    assert cli.main(["score", "--config", str(recipe), *offpolicy]) == 0
+    said = capsys.readouterr().out
+    assert "8 queries scored, 0 reused" in said and "temperature=1.0" in said
+    assert list((tmp_path / "reference").glob("*/part-*.arrow")) and not list((tmp_path / "out").glob("*"))
+    trainer = make_trainer(*parse(["--config", str(recipe), *offpolicy]))
+    assert str(tmp_path / "reference" / trainer.dataset_mapper.pin().fingerprint) in said
+    trainer.prepare_reference()
+    assert (trainer.dataset_mapper.report.scored, trainer.dataset_mapper.report.reused) == (0, 8)
+
+
+def test_score_names_bad_options(recipe, capsys):
+    assert cli.main(["score", "--config", str(recipe), "--query_kl_coeff", "1"]) == 2
+    assert "query_kl_coeff (did you mean query_kl_coef?)" in capsys.readouterr().err
+
+
+def test_train_says_what_it_trains(recipe, capsys):
+    """One line at the start: parameters, precision, device."""
+    assert cli.main(["train", "--config", str(recipe)]) == 0
+    said = capsys.readouterr().out
+    assert "parameters, weights in float32, computing in float32, on 1 x cpu (NO)" in said
