@@ -6,6 +6,7 @@ Settled per step: which rows score their query and for how much of it, so that t
 batch is cut into micro-batches, generations and ranks.
 """
 
+import contextlib
 import inspect
 import json
 import math
@@ -29,6 +30,7 @@ from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, 
 from .metrics import QueryMetrics
 from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper, Reference
+from .sharding import prepared_for_scoring, training_precision
 
 logger = logging.get_logger(__name__)
 
@@ -51,13 +53,16 @@ class QueryRegularizerMixin:
             if model is not None and has_absolute_positions(base_model(model)):
                 pass_position_ids(base_model(model))
 
+        asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        autocast, precision = training_precision(self.accelerator, asked if self.accelerator.native_amp else None)
         self.dataset_mapper = DatasetMapper(
             self.model,
             self.processing_class,
             self.args,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-            # Under DeepSpeed the engine holds the low-precision weights and accelerate opens no autocast
-            autocast_dtype="config" if self.accelerator.native_amp else None,
+            autocast_dtype=autocast,
+            precision=precision,
+            prepare=self._prepared_for_scoring,
         )
         self._mean_nll: float | None = None  # s̄, nats
         self._reference_ready = False
@@ -115,20 +120,26 @@ class QueryRegularizerMixin:
         """
         if self._reference_ready:
             return
-        if self.is_deepspeed_enabled:
-            # Trainer leaves the model on the host for DeepSpeed to move when training starts; scoring there would take hours
-            self.model.to(self.accelerator.device)
-        reference = self.dataset_mapper.pin()
-        logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
-        if isinstance(self.train_dataset, Dataset):
-            self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
-            self._mean_nll = self.dataset_mapper.report.mean_nll
-            self._warn_of_left_over_rows()
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._map_evaluation(self.eval_dataset)
+        # A known reference, that of a checkpoint, needs the model only for rows that are not in its table
+        known = self.dataset_mapper.reference is not None
+        with contextlib.nullcontext() if known else self.dataset_mapper.prepared():
+            reference = self.dataset_mapper.pin()
+            logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
+            if isinstance(self.train_dataset, Dataset):
+                self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
+                self._mean_nll = self.dataset_mapper.report.mean_nll
+                self._warn_of_left_over_rows()
+            if isinstance(self.eval_dataset, dict):
+                self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
+            elif self.eval_dataset is not None:
+                self.eval_dataset = self._map_evaluation(self.eval_dataset)
         self._reference_ready = True
+
+    def _prepared_for_scoring(self, model):
+        """The model to score with: while training, the one in training."""
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            return contextlib.nullcontext(self.deepspeed)
+        return prepared_for_scoring(model, self.accelerator)
 
     def _map_evaluation(self, dataset):
         """The data set with its columns; streams carry theirs, and a mapped set comes back at every evaluation."""
