@@ -27,6 +27,7 @@ from trl.data_utils import is_conversational
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .scoring import reference_policy, score_in_rounds
+from .sharding import is_partitioned
 from .table import ReferenceTable
 from .weights import query_weights
 
@@ -146,6 +147,11 @@ class DatasetMapper:
         if self._policy is not None:
             yield self._policy
             return
+        if self.prepare is contextlib.nullcontext and any(map(is_partitioned, self.model.parameters())):
+            raise ValueError(
+                "DeepSpeed ZeRO-3 has spread the model's parameters over the processes, and only a trainer can score with it: "
+                "give the trainer the data set as it is, or map it with a model that was loaded outside of ZeRO-3."
+            )
         with self.prepare(self.model) as self._policy:
             try:
                 yield self._policy
