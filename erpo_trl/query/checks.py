@@ -11,11 +11,16 @@ logger = logging.get_logger(__name__)
 
 
 def refuse_unsupported(given: dict) -> None:
-    """Raise for constructor arguments whose prompts have no likelihood known beforehand."""
+    """Raise for constructor arguments under which prompts have no likelihood known beforehand, or no run can resume."""
     if given.get("environment_factory") is not None:
         raise ValueError(
             "environment_factory is not supported: an environment's reset() rewrites prompts while training, so their "
             "reference log-probs cannot be computed beforehand. Use tools, or a rollout_func that keeps the prompts."
+        )
+    if getattr(given.get("args"), "enable_jit_checkpoint", False):
+        raise ValueError(
+            "enable_jit_checkpoint=True may save inside a generation batch, from where a run cannot be resumed: unset it. On "
+            "SIGTERM this trainer saves by itself, after the first step that a run can be resumed from."
         )
     evaluation = given.get("eval_dataset")
     for dataset in (

@@ -15,6 +15,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from .._version import __version__
+from .sharding import whole
 
 # Entries of a model config that do not change its log-probs, or that loading and training rewrite
 _NEUTRAL_CONFIG = {
@@ -23,6 +24,9 @@ _NEUTRAL_CONFIG = {
     "_attn_implementation", "_attn_implementation_autoset", "gradient_checkpointing", "task_specific_params", "id2label",
     "label2id", "finetuning_task", "return_dict",
 }  # fmt: skip
+# What PEFT and torch.compile put into the names of a base model's weights
+_PEFT_PREFIX = "base_model.model."
+_WRAPPER_NAMES = (".base_layer.", "._orig_mod.")
 # Bytes copied to the host at a time
 _CHUNK = 1 << 28
 
@@ -61,7 +65,11 @@ def adapter_is_inert(model: nn.Module) -> bool:
     products = [p for name, p in model.named_parameters() if ".lora_B." in name]
     # An embedding's adapter starts with A at zero instead of B
     products += [p for name, p in model.named_parameters() if ".lora_embedding_A." in name]
-    return all(not p.detach().any() for p in products)
+    for product in products:
+        with whole(product) as values:
+            if values.any():
+                return False
+    return True
 
 
 def weights_digest(model: nn.Module, adapter: bool, cast_lm_head_to_fp32: bool = False) -> str:
@@ -72,33 +80,28 @@ def weights_digest(model: nn.Module, adapter: bool, cast_lm_head_to_fp32: bool =
         adapter: False leaves all adapters out, True those that are not active (TRL adds a frozen copy as "ref").
         cast_lm_head_to_fp32: digest the head in float32, as which TRL's trainers store it with this setting.
     """
-    if any(getattr(p, "ds_shape", None) is not None and not p.numel() for p in model.parameters()):
-        raise ValueError(
-            "The model's parameters are sharded by DeepSpeed ZeRO-3, which the reference scoring cannot read yet. Train with "
-            "ZeRO-2 or DDP."
-        )
     inactive = set(model.peft_config) - set(model.active_adapters) if is_peft_model(model) else set()
     head = model.get_output_embeddings()
-    head_places = {head.weight.data_ptr()} if cast_lm_head_to_fp32 and head is not None else set()
     digest = xxhash.xxh3_128()
     seen = set()
-    for name, tensor in sorted(model.state_dict().items()):
+    # The parameters themselves, not detached: a tied one stands twice in a state dict, a sharded one has no address
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, torch.Tensor):
             continue
         if inactive & set(name.split(".")) or (not adapter and ".lora_" in name):
             continue
-        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        # Tied weights stand twice in a state dict
-        place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and place in seen:
+        for part in _WRAPPER_NAMES:
+            name = name.replace(part, ".")
+        if id(tensor) in seen:
             continue
-        seen.add(place)
-        if tensor.data_ptr() in head_places:
-            tensor = tensor.float()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _CHUNK):
-            digest.update(flat[start : start + _CHUNK].cpu().numpy())
+        seen.add(id(tensor))
+        with whole(tensor) as values:
+            if cast_lm_head_to_fp32 and head is not None and tensor is head.weight:
+                values = values.float()
+            digest.update(f"{name.removeprefix(_PEFT_PREFIX)} {tuple(values.shape)} {values.dtype}".encode())
+            flat = values.contiguous().view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _CHUNK):
+                digest.update(flat[start : start + _CHUNK].cpu().numpy())
     return digest.hexdigest()
 
 

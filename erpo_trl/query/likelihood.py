@@ -10,6 +10,8 @@ import inspect
 import torch
 from torch import Tensor, nn
 
+from .sharding import whole_shape
+
 
 def scored_token_mask(attention_mask: Tensor) -> Tensor:
     """Which next-token predictions belong to a query's likelihood.
@@ -76,7 +78,8 @@ def has_absolute_positions(model: nn.Module) -> bool:
         for module in model.modules()
         if module is not tokens
     ]
-    return accepts and any(isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] in sizes for x in tables)
+    shapes = [whole_shape(x) for x in tables if isinstance(x, Tensor)]
+    return accepts and any(len(shape) == 2 and shape[0] in sizes for shape in shapes)
 
 
 def pass_position_ids(model: nn.Module) -> None:

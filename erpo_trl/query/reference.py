@@ -26,7 +26,8 @@ from trl.data_utils import is_conversational
 
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
-from .scoring import batches_by_tokens, reference_policy, score_queries
+from .scoring import reference_policy, score_in_rounds
+from .sharding import is_partitioned
 from .table import ReferenceTable
 from .weights import query_weights
 
@@ -103,6 +104,10 @@ class DatasetMapper:
         config: an [`ERPOConfig`].
         tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
         autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
+        precision: name of what lowers the precision of a forward in training, part of the fingerprint. Default: the dtype of
+            autocast.
+        prepare: gives the model, on entering, the state that forwards in training find it in (sharded, on its device), and
+            what to call. Default: the model is called as it is.
         reference: the reference to hold to. With it, the mapper finds rows in that reference's table and scores only while
             the model still is that reference; without it, every call takes the model as it is.
 
@@ -118,6 +123,8 @@ class DatasetMapper:
         *,
         tokenize: Callable[[list], list[Sequence[int]]] | None = None,
         autocast_dtype: torch.dtype | None | str = "config",
+        precision: str | None = None,
+        prepare: Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]] = contextlib.nullcontext,
         reference: Reference | None = None,
     ):
         self.model = model
@@ -127,9 +134,29 @@ class DatasetMapper:
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
         self.autocast_dtype = autocast_dtype
+        self.precision = str(autocast_dtype) if precision is None else precision
+        self.prepare = prepare
         self.reference = reference
+        self._policy: nn.Module | None = None  # what to call, while prepared
         self.report = ScoringReport()
         self.cache_dir = Path(config.reference_cache_dir or Path(HF_HOME) / "erpo_trl" / "reference")
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[nn.Module]:
+        """The model as forwards in training find it; yields what to call. Preparing costs, so that nested calls share one."""
+        if self._policy is not None:
+            yield self._policy
+            return
+        if self.prepare is contextlib.nullcontext and any(map(is_partitioned, self.model.parameters())):
+            raise ValueError(
+                "DeepSpeed ZeRO-3 has spread the model's parameters over the processes, and only a trainer can score with it: "
+                "give the trainer the data set as it is, or map it with a model that was loaded outside of ZeRO-3."
+            )
+        with self.prepare(self.model) as self._policy:
+            try:
+                yield self._policy
+            finally:
+                self._policy = None
 
     def pin(self) -> Reference:
         """Hold to the model's present policy as the reference from here on."""
@@ -201,17 +228,24 @@ class DatasetMapper:
         return {
             "temperature": self.config.temperature,
             "cast_lm_head_to_fp32": self.config.cast_lm_head_to_fp32,
-            "autocast": str(self.autocast_dtype),
+            "autocast": self.precision,
         }
 
     def _present_reference(self) -> tuple[Reference, dict]:
         """The reference that the model is now, and the settings its fingerprint stands for."""
-        if self.reference is not None:
-            adapter = self.reference.adapter
-        else:
-            adapter = is_peft_model(self.model) and not adapter_is_inert(self.model)
-        settings = reference_settings(self.model, self.head_settings(), adapter)
-        return Reference(fingerprint(settings), adapter), settings
+        with self.prepared():
+            if self.reference is not None:
+                adapter = self.reference.adapter
+            else:
+                adapter = is_peft_model(self.model) and not adapter_is_inert(self.model)
+            settings = reference_settings(self.model, self.head_settings(), adapter)
+        reference = Reference(fingerprint(settings), adapter)
+        if len(set(gather_object([reference]))) > 1:
+            raise ValueError(
+                "The processes hold different models, so there is no one reference: give all of them the same weights (one "
+                "checkpoint, or one seed where layers start at random)."
+            )
+        return reference, settings
 
     # ---- ids
 
@@ -285,50 +319,48 @@ class DatasetMapper:
         """Score distinct queries of at least two tokens into the table, spread over the processes."""
         state = PartialState()
         # A node whose cache lacks rows that others have would run more forwards than they do, and hang them
-        queries = list({query_key(row): row for row in gather_object(queries)}.values())
+        mine = xxhash.xxh3_64_intdigest(np.array([query_key(row) for row in queries], dtype=np.int64).tobytes())
+        if len(set(gather_object([mine]))) > 1:
+            queries = list({query_key(row): row for row in gather_object(queries)}.values())
         if not queries:
             return
-        if settings is None:
-            present, settings = self._present_reference()
-            if present != reference:
-                raise ReferenceUnavailableError(
-                    f"{len(queries)} prompts are not in the reference table {table.folder} and the model is no longer "
-                    "the reference policy (its weights or head settings changed), so they cannot be scored with it. "
-                    "Map the data before training, with the pre-RL model: "
-                    "DatasetMapper(reference_model, processing_class, config)(dataset), or point reference_cache_dir at "
-                    "the folder that holds the table."
-                )
-        if state.is_main_process:
-            table.describe(settings)
-
-        batches = batches_by_tokens(queries, self.config.reference_batch_tokens)
-        rounds = -(-len(batches) // state.num_processes)
-        rounds_per_part = max(1, _TOKENS_PER_PART // (self.config.reference_batch_tokens * state.num_processes))
-        progress = tqdm(
-            total=len(queries),
-            desc="Scoring the reference",
-            unit="query",
-            disable=self.config.disable_tqdm or not state.is_main_process,
-        )
-        pending = []
-        with progress, reference_policy(self.model, self.config, reference.adapter, self.autocast_dtype) as policy:
-            for turn in range(rounds):
-                batch = turn * state.num_processes + state.process_index
-                # Ranks without a batch of their own repeat one: under ZeRO-3 all must run the same number of forwards
-                mine = batches[min(batch, len(batches) - 1)]
-                logps = score_queries(policy, mine, self.processing_class)
-                self.report.forwards += 1
-                if batch < len(batches):
-                    pending += [(query_key(row), row_logps) for row, row_logps in zip(mine, logps)]
-                progress.update(sum(map(len, batches[turn * state.num_processes : (turn + 1) * state.num_processes])))
-                if (turn + 1) % rounds_per_part == 0 or turn + 1 == rounds:
-                    self._write(table, pending)
-                    pending = []
+        with self.prepared() as policy:
+            if settings is None:
+                present, settings = self._present_reference()
+                if present != reference:
+                    raise ReferenceUnavailableError(
+                        f"{len(queries)} prompts are not in the reference table {table.folder} and the model is no longer "
+                        "the reference policy (its weights or head settings changed), so they cannot be scored with it. "
+                        "Map the data before training, with the pre-RL model: "
+                        "DatasetMapper(reference_model, processing_class, config)(dataset), or point reference_cache_dir at "
+                        "the folder that holds the table."
+                    )
+            if state.is_main_process:
+                table.describe(settings)
+            progress = tqdm(
+                total=len(queries),
+                desc="Scoring the reference",
+                unit="query",
+                disable=self.config.disable_tqdm or not state.is_main_process,
+            )
+            budget, pending, tokens = self.config.reference_batch_tokens, [], 0
+            with progress, reference_policy(self.model, self.config, reference.adapter, self.autocast_dtype):
+                for scored, count in score_in_rounds(policy, queries, budget, self.processing_class):
+                    self.report.forwards += 1
+                    progress.update(count)
+                    pending += [(query_key(row), logps) for row, logps in scored]
+                    tokens += budget * state.num_processes
+                    if tokens >= _TOKENS_PER_PART:
+                        self._write(table, pending)
+                        pending, tokens = [], 0
+                self._write(table, pending)
 
     def _write(self, table: ReferenceTable, rows: list[tuple[int, np.ndarray]]) -> None:
         """Add the rows that all processes scored; every process has them in its table afterwards."""
         state = PartialState()
         rows = gather_object(rows)
+        if not rows:
+            return
         keys = [key for key, _ in rows]
 
         # Once for a folder that all share, once a machine for folders of machines, once a process for folders of processes

@@ -6,34 +6,30 @@ Settled per step: which rows score their query and for how much of it, so that t
 batch is cut into micro-batches, generations and ranks.
 """
 
+import contextlib
 import inspect
-import json
 import math
-import os
 from collections import deque
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
-import xxhash
 from datasets import Dataset
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .checkpoint import last_whole_checkpoint, read_state, write_state
 from .checks import check_model, refuse_images, refuse_unsupported
 from .divergence import query_kl
 from .fingerprint import base_model, query_key, row_fingerprint
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
 from .metrics import QueryMetrics
 from .owners import settle_owners
-from .reference import REFERENCE_FEATURES, DatasetMapper, Reference
+from .reference import REFERENCE_FEATURES, DatasetMapper
+from .resume import ResumeMixin
+from .sharding import prepared_for_scoring, training_precision
 
 logger = logging.get_logger(__name__)
 
 
-class QueryRegularizerMixin:
+class QueryRegularizerMixin(ResumeMixin):
     """Query-KL and query weights for a TRL trainer that generates in `_prepare_inputs` and has a fused LM head.
 
     Put it before the TRL trainer in the bases: `class ERPOTrainer(QueryRegularizerMixin, GRPOTrainer)`.
@@ -51,13 +47,16 @@ class QueryRegularizerMixin:
             if model is not None and has_absolute_positions(base_model(model)):
                 pass_position_ids(base_model(model))
 
+        asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        autocast, precision = training_precision(self.accelerator, asked if self.accelerator.native_amp else None)
         self.dataset_mapper = DatasetMapper(
             self.model,
             self.processing_class,
             self.args,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-            # Under DeepSpeed the engine holds the low-precision weights and accelerate opens no autocast
-            autocast_dtype="config" if self.accelerator.native_amp else None,
+            autocast_dtype=autocast,
+            precision=precision,
+            prepare=self._prepared_for_scoring,
         )
         self._mean_nll: float | None = None  # s̄, nats
         self._reference_ready = False
@@ -115,20 +114,26 @@ class QueryRegularizerMixin:
         """
         if self._reference_ready:
             return
-        if self.is_deepspeed_enabled:
-            # Trainer leaves the model on the host for DeepSpeed to move when training starts; scoring there would take hours
-            self.model.to(self.accelerator.device)
-        reference = self.dataset_mapper.pin()
-        logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
-        if isinstance(self.train_dataset, Dataset):
-            self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
-            self._mean_nll = self.dataset_mapper.report.mean_nll
-            self._warn_of_left_over_rows()
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._map_evaluation(self.eval_dataset)
+        # A known reference, that of a checkpoint, needs the model only for rows that are not in its table
+        known = self.dataset_mapper.reference is not None
+        with contextlib.nullcontext() if known else self.dataset_mapper.prepared():
+            reference = self.dataset_mapper.pin()
+            logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
+            if isinstance(self.train_dataset, Dataset):
+                self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
+                self._mean_nll = self.dataset_mapper.report.mean_nll
+                self._warn_of_left_over_rows()
+            if isinstance(self.eval_dataset, dict):
+                self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
+            elif self.eval_dataset is not None:
+                self.eval_dataset = self._map_evaluation(self.eval_dataset)
         self._reference_ready = True
+
+    def _prepared_for_scoring(self, model):
+        """The model to score with: while training, the one in training."""
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            return contextlib.nullcontext(self.deepspeed)
+        return prepared_for_scoring(model, self.accelerator)
 
     def _map_evaluation(self, dataset):
         """The data set with its columns; streams carry theirs, and a mapped set comes back at every evaluation."""
@@ -180,114 +185,6 @@ class QueryRegularizerMixin:
         super()._set_signature_columns_if_needed()
         missing = [name for name in REFERENCE_FEATURES if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
-
-    def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
-        # TRL's sampler draws one permutation an epoch from a generator of its own, which no checkpoint holds: a run resumed
-        # in a later epoch would go through the first one's order again
-        for _ in range(self._epochs_before_resume):
-            next(iter(sampler), None)
-        return sampler
-
-    # ---- resume
-
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
-        state = read_state(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._epochs_before_resume = 0
-        if state is not None:
-            with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
-                progress = json.load(file)
-            self._epochs_before_resume = int(progress["epoch"])
-            self._resume_reference(state)
-        # Before the checkpoint's weights are loaded: the model still is what the user handed over
-        self.prepare_reference()
-        if state is not None:
-            self._check_same_data(state)
-            self._refuse_cut_generation(resume_from_checkpoint, progress)
-            self.restore_extra_state(state)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _resume_reference(self, state: dict) -> None:
-        reference = Reference(state["fingerprint"], state["adapter"])
-        for name, value in self.dataset_mapper.head_settings().items():
-            if state["head"][name] != value:
-                raise ValueError(
-                    f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
-                    "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
-                )
-        folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
-        if self.args.reference_cache_dir is None and os.path.isdir(folder):
-            self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
-        if self.dataset_mapper.reference not in (None, reference):
-            raise ValueError(
-                f"The checkpoint was trained against reference {reference.fingerprint}, this trainer already holds "
-                f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
-            )
-        self.dataset_mapper.reference = reference
-        self._mean_nll = state["mean_nll"]
-
-    def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
-        step, args = progress["global_step"], self.args
-        longer = args.max_steps > step if args.max_steps > 0 else args.num_train_epochs > progress["num_train_epochs"]
-        if self._inside_generation(step) and (step < progress["max_steps"] or longer):
-            raise ValueError(
-                f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch; its completions are gone. "
-                f"Resume from another checkpoint; one generation batch spans {self._generation_window()} optimizer steps."
-            )
-
-    def _check_same_data(self, state: dict) -> None:
-        changed = []
-        if state["data_fingerprint"] not in (None, self._data_fingerprint()):
-            changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
-        if not changed:
-            return
-        message = (
-            f"Not what the checkpoint was trained with: {', '.join(changed)}. The prompts that come next would not be those of "
-            "the interrupted run."
-        )
-        if not self.args.ignore_data_skip:
-            raise ValueError(f"{message} Restore it, or set ignore_data_skip=True to go on regardless.")
-        logger.warning(message)
-
-    def extra_state(self) -> dict:
-        """What else a trainer keeps in its checkpoints' `erpo_state.json`; given back to `restore_extra_state`."""
-        return {}
-
-    def restore_extra_state(self, state: dict) -> None:
-        """Take up what `extra_state` gave, before training goes on."""
-
-    def _data_fingerprint(self) -> str | None:
-        if not isinstance(self.train_dataset, Dataset):
-            return None
-        return xxhash.xxh3_64_hexdigest("\n".join(self.train_dataset["query_fingerprint"]).encode())
-
-    def _save_checkpoint(self, model, trial):
-        if self.args.should_save:
-            folder = os.path.join(
-                self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            )
-            step = self.state.global_step
-            if step < self.state.max_steps and self._inside_generation(step):
-                logger.warning(
-                    f"{folder} lies inside a generation batch and cannot be resumed: set save_steps to a multiple of "
-                    f"{self._generation_window()}."
-                )
-            state = {
-                **asdict(self.dataset_mapper.reference),
-                "head": self.dataset_mapper.head_settings(),
-                "mean_nll": self._mean_nll,
-                "data_fingerprint": self._data_fingerprint(),
-                "seed": self.args.seed,
-                "shuffle_dataset": self.args.shuffle_dataset,
-                "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
-                **self.extra_state(),
-            }
-            # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
-            write_state(folder, state)
-        super()._save_checkpoint(model, trial)
 
     # ---- rows
 

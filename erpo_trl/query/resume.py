@@ -1,0 +1,193 @@
+"""Resume and termination: a run that stopped continues with the same reference, prompts and losses.
+
+A reference cannot be read off trained weights, so a checkpoint names its reference, and a resumed run finds the table again
+before the checkpoint's weights are loaded.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import xxhash
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from .checkpoint import last_whole_checkpoint, read_state, write_state
+from .reference import Reference
+
+logger = logging.get_logger(__name__)
+
+
+class SaveOnTermination(TrainerCallback):
+    """On SIGTERM, saves and stops after the first step from which a run can be resumed.
+
+    transformers' own `enable_jit_checkpoint` saves where the signal finds the run, which may be inside a generation batch,
+    and does not agree with the other processes on the step.
+
+    Args:
+        can_resume: step -> whether a checkpoint after it can be resumed.
+    """
+
+    def __init__(self, can_resume: Callable[[int], bool]):
+        self.can_resume = can_resume
+        self.received = False  # by this process
+        self.agreed = False  # by any process, and all know
+        self._process = os.getpid()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes SIGTERM, where it is free to take: in the main thread, and no handler of the user's is there."""
+        free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if not free or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _receive(self, signum, frame):
+        self.received = True
+        if os.getpid() != self._process:
+            # A forked worker (data loading) inherits this handler but has nothing to save
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.agreed = self.agreed or any(gather_object([self.received]))
+        if self.agreed and self.can_resume(state.global_step):
+            control.should_save = control.should_training_stop = True
+        return control
+
+
+class ResumeMixin:
+    """What `QueryRegularizerMixin` needs to stop and to resume; it gives the dataset mapper and the generation window."""
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        # TRL's sampler draws one permutation an epoch from a generator of its own, which no checkpoint holds: a run resumed
+        # in a later epoch would go through the first one's order again
+        for _ in range(self._epochs_before_resume):
+            next(iter(sampler), None)
+        return sampler
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """TRL's, against the checkpoint's reference. On SIGTERM it saves a checkpoint and raises SystemExit(143)."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+        state = read_state(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._epochs_before_resume = 0
+        if state is not None:
+            with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
+                progress = json.load(file)
+            self._epochs_before_resume = int(progress["epoch"])
+            self._resume_reference(state)
+        # Before the checkpoint's weights are loaded: the model still is what the user handed over
+        self.prepare_reference()
+        if state is not None:
+            self._check_same_data(state)
+            self._refuse_cut_generation(resume_from_checkpoint, progress)
+            self.restore_extra_state(state)
+        stop = SaveOnTermination(lambda step: not self._inside_generation(step))
+        self.add_callback(stop)
+        try:
+            with stop.listening():
+                result = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(stop)
+        if stop.agreed and self.state.global_step < self.state.max_steps:
+            logger.warning(
+                f"Terminated by SIGTERM after step {self.state.global_step} of {self.state.max_steps}; the checkpoint is in "
+                f"{self.args.output_dir}. Resume with resume_from_checkpoint=True."
+            )
+            raise SystemExit(128 + signal.SIGTERM)
+        return result
+
+    def _resume_reference(self, state: dict) -> None:
+        reference = Reference(state["fingerprint"], state["adapter"])
+        for name, value in self.dataset_mapper.head_settings().items():
+            if state["head"][name] != value:
+                raise ValueError(
+                    f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
+                    "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
+                )
+        folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
+        if self.args.reference_cache_dir is None and os.path.isdir(folder):
+            self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
+        if self.dataset_mapper.reference not in (None, reference):
+            raise ValueError(
+                f"The checkpoint was trained against reference {reference.fingerprint}, this trainer already holds "
+                f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
+            )
+        self.dataset_mapper.reference = reference
+        self._mean_nll = state["mean_nll"]
+
+    def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
+        step, args = progress["global_step"], self.args
+        longer = args.max_steps > step if args.max_steps > 0 else args.num_train_epochs > progress["num_train_epochs"]
+        if self._inside_generation(step) and (step < progress["max_steps"] or longer):
+            raise ValueError(
+                f"Checkpoint {checkpoint} was saved after step {step}, inside a generation batch; its completions are gone. "
+                f"Resume from another checkpoint; one generation batch spans {self._generation_window()} optimizer steps."
+            )
+
+    def _check_same_data(self, state: dict) -> None:
+        changed = []
+        if state["data_fingerprint"] not in (None, self._data_fingerprint()):
+            changed.append("the training data (rows changed, were reordered or removed)")
+        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
+        if not changed:
+            return
+        message = (
+            f"Not what the checkpoint was trained with: {', '.join(changed)}. The prompts that come next would not be those of "
+            "the interrupted run."
+        )
+        if not self.args.ignore_data_skip:
+            raise ValueError(f"{message} Restore it, or set ignore_data_skip=True to go on regardless.")
+        logger.warning(message)
+
+    def extra_state(self) -> dict:
+        """What else a trainer keeps in its checkpoints' `erpo_state.json`; given back to `restore_extra_state`."""
+        return {}
+
+    def restore_extra_state(self, state: dict) -> None:
+        """Take up what `extra_state` gave, before training goes on."""
+
+    def _data_fingerprint(self) -> str | None:
+        if not isinstance(self.train_dataset, Dataset):
+            return None
+        return xxhash.xxh3_64_hexdigest("\n".join(self.train_dataset["query_fingerprint"]).encode())
+
+    def _save_checkpoint(self, model, trial):
+        if self.args.should_save:
+            folder = os.path.join(
+                self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            )
+            step = self.state.global_step
+            if step < self.state.max_steps and self._inside_generation(step):
+                logger.warning(
+                    f"{folder} lies inside a generation batch and cannot be resumed: set save_steps to a multiple of "
+                    f"{self._generation_window()}."
+                )
+            state = {
+                **asdict(self.dataset_mapper.reference),
+                "head": self.dataset_mapper.head_settings(),
+                "mean_nll": self._mean_nll,
+                "data_fingerprint": self._data_fingerprint(),
+                "seed": self.args.seed,
+                "shuffle_dataset": self.args.shuffle_dataset,
+                "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
+                **self.extra_state(),
+            }
+            # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
+            write_state(folder, state)
+        super()._save_checkpoint(model, trial)
