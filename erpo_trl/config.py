@@ -10,6 +10,7 @@ from trl import GRPOConfig
 from .policy.trust_region import REGIONS
 from .query.divergence import ESTIMATORS, LEVELS
 from .query.weights import WEIGHT_SCHEMES
+from .query.window import generation_window
 
 logger = logging.get_logger(__name__)
 
@@ -112,6 +113,9 @@ class ERPOConfig(GRPOConfig):
             temperature, top-p or top-k. Set to `False` to train on rollouts of another policy.
         spo_epsilon (`float`, *optional*, defaults to `0.2`):
             ε, SPO's radius of |r - 1|.
+        save_steps (`int`, *optional*):
+            As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
+            rounded up to one.
         loss_type (`str`, *optional*), scale_rewards (`str` or `bool`, *optional*):
             As in TRL, whose defaults hold where neither you nor the preset sets them.
     """
@@ -260,6 +264,29 @@ class ERPOConfig(GRPOConfig):
                 raise ValueError(f"reference_cache_dir must be a path, found {self.reference_cache_dir!r}.")
             self.reference_cache_dir = os.path.expanduser(self.reference_cache_dir)
         self._check_trust_region()
+        self._check_save_steps()
+
+    def _check_save_steps(self) -> None:
+        """Refuse checkpoints inside a generation batch, whose completions a checkpoint does not hold."""
+        generate_every = self.steps_per_generation * self.num_iterations
+        window = generation_window(generate_every, self.gradient_accumulation_steps)
+        if self.save_strategy != "steps" or self.save_steps < 1 or self.save_steps % window == 0:
+            return
+        reason = f"each generation batch spans {window} optimizer steps"
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.eval_steps >= 1:
+            window = math.lcm(window, int(self.eval_steps))
+            reason += f", and load_best_model_at_end needs multiples of eval_steps={int(self.eval_steps)}"
+        below = int(self.save_steps // window) * window
+        nearest = f"{below} or {below + window}" if below else f"{window}"
+        if self.save_steps == self.__dataclass_fields__["save_steps"].default:
+            # Nobody chose the default
+            self.save_steps = below + window
+            logger.info(f"save_steps={self.save_steps}: {reason}.")
+            return
+        raise ValueError(
+            f"save_steps={int(self.save_steps)} would save inside a generation batch, from where a run cannot be resumed: "
+            f"{reason}. Set save_steps to {nearest}, or another multiple of {window}."
+        )
 
     def _check_trust_region(self) -> None:
         _require_one_of("trust_region", self.trust_region, ("ratio_clip", *REGIONS))

@@ -18,6 +18,7 @@ from helpers import (
     logged,
     lora_config,
     lora_model,
+    make_config,
     make_trainer,
     prompts_dataset,
     rows_of,
@@ -189,15 +190,30 @@ def test_unchanged_data_raises_no_alarm(tmp_path, interrupted, caplog):
     assert not [text for text in records if "data" in text and ("order" in text or "changed" in text)]
 
 
-def test_save_steps_are_rounded_to_generations(tmp_path, caplog):
-    """A checkpoint inside a generation window resumes misaligned: `save_steps` is rounded, with a warning that says so."""
-    with captured_warnings(caplog):
-        trainer = build(tmp_path, steps_per_generation=4, save_steps=3, max_steps=12, num_train_epochs=20)
-    text = "\n".join(r.getMessage() for r in caplog.records)
-    assert "save_steps" in text and "4" in text
-    trainer.train()
-    saved = sorted(int(p.name.split("-")[1]) for p in Path(tmp_path / "run").glob("checkpoint-*"))
-    assert saved == [4, 8, 12]
+@pytest.mark.parametrize(
+    "fields, nearest",
+    [
+        (
+            {"steps_per_generation": 4, "save_steps": 3},
+            "spans 4 optimizer steps. Set save_steps to 4, or another multiple of 4",
+        ),
+        ({"num_iterations": 2, "save_steps": 7}, "spans 2 optimizer steps. Set save_steps to 6 or 8, or another"),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "save_steps": 6},
+            "spans 4 optimizer steps. Set save_steps to 4 or 8, or",
+        ),
+        (
+            {"steps_per_generation": 4, "save_steps": 6, "load_best_model_at_end": True}
+            | {"eval_strategy": "steps", "eval_steps": 6},
+            "multiples of eval_steps=6. Set save_steps to 12, or",
+        ),
+    ],
+)
+def test_save_steps_inside_a_generation_are_refused(tmp_path, fields, nearest):
+    """A checkpoint inside a generation batch resumes misaligned: refused before anything is loaded, with what is allowed."""
+    with pytest.raises(ValueError, match="save_steps=.*cannot be resumed") as error:
+        build(tmp_path, **fields)
+    assert nearest in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +227,17 @@ def test_save_steps_are_rounded_to_generations(tmp_path, caplog):
 )
 def test_window_of_every_layout(tmp_path, fields, period):
     """Whole generations end every lcm(accumulation, steps per generation x iterations) micro-batches."""
-    trainer = build(tmp_path, save_steps=1, max_steps=2 * period, num_train_epochs=50, **fields)
-    trainer.train()
-    saved = sorted(int(p.name.split("-")[1]) for p in Path(tmp_path / "run").glob("checkpoint-*"))
-    assert saved == [period, 2 * period]
+    build(tmp_path, save_steps=period, **fields)
+    if period > 1:
+        with pytest.raises(ValueError, match=f"Set save_steps to {period}, or another multiple of {period}"):
+            build(tmp_path, save_steps=1, **fields)
+
+
+def test_default_save_steps_fit_the_window(tmp_path):
+    """Who never asked for save_steps=500 is not asked to change it."""
+    assert make_config(tmp_path, save_strategy="steps", steps_per_generation=3).save_steps == 501
+    assert make_config(tmp_path, save_strategy="steps").save_steps == 500
+    assert make_config(tmp_path, save_strategy="steps", steps_per_generation=3, save_steps=0.25).save_steps == 0.25
 
 
 @pytest.mark.parametrize("saved_run", [8, 4], ids=["running", "finished"])

@@ -25,6 +25,7 @@ from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper
 from .resume import ResumeMixin
 from .sharding import prepared_for_scoring, training_precision
+from .window import generation_window
 
 logger = logging.get_logger(__name__)
 
@@ -41,7 +42,6 @@ class QueryRegularizerMixin(ResumeMixin):
         trl = next(signature for signature in signatures if "train_dataset" in signature.parameters)
         refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
-        self._align_save_steps()
         check_model(self.model, self.args.disable_dropout)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None and has_absolute_positions(base_model(model)):
@@ -74,9 +74,8 @@ class QueryRegularizerMixin(ResumeMixin):
     # ---- construction
 
     def _generation_window(self) -> int:
-        """Optimizer steps between two points where a step ends and no generated completion is left over."""
         generate_every = self.args.steps_per_generation * self.args.num_iterations
-        return generate_every // math.gcd(generate_every, self.args.gradient_accumulation_steps)
+        return generation_window(generate_every, self.args.gradient_accumulation_steps)
 
     def _inside_generation(self, step: int) -> bool:
         """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch."""
@@ -87,23 +86,6 @@ class QueryRegularizerMixin(ResumeMixin):
             # An epoch's last step may have fewer micro-batches than the others
             step %= max(1, math.ceil(generations * generate_every / accumulation))
         return step * accumulation % generate_every != 0
-
-    def _align_save_steps(self) -> None:
-        """Round `save_steps` up to where a checkpoint can be resumed.
-
-        TRL does not restore its place inside a generation batch, so a checkpoint there would resume misaligned.
-        """
-        window, args = self._generation_window(), self.args
-        if args.save_strategy != "steps" or args.save_steps < 1 or args.save_steps % window == 0:
-            return
-        if args.load_best_model_at_end and args.eval_strategy == "steps":
-            window = math.lcm(window, int(args.eval_steps))
-        aligned = math.ceil(args.save_steps / window) * window
-        logger.warning(
-            f"save_steps={int(args.save_steps)} would save inside a generation batch, from where a run cannot be resumed: "
-            f"raised to {aligned}, the next multiple of {window} optimizer steps."
-        )
-        args.save_steps = aligned
 
     # ---- the reference
 
