@@ -81,6 +81,12 @@ class ERPOConfig(GRPOConfig):
             `erpo_trl/reference` in the Hugging Face cache (`HF_HOME`).
         reference_batch_tokens (`int`, *optional*, defaults to `16384`):
             Token budget of one forward of the scoring pass, padding included.
+        reference_sample_size (`int`, *optional*):
+            Score this many rows before training instead of all, to estimate s̄ (drawn without replacement; a stream's first
+            ones), and the others when their completions are generated. For sets too large to score whole.
+        reference_nll_decay (`float`, *optional*, defaults to `0.99`):
+            For streams without `reference_sample_size`, whose rows are scored as they arrive: s̄ is the mean over the first
+            1/(1 - decay) generation batches and an exponential moving average from there.
         max_prompt_length (`int`, *optional*):
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
@@ -163,6 +169,13 @@ class ERPOConfig(GRPOConfig):
     reference_batch_tokens: int = field(
         default=16384,
         metadata={"help": "Token budget of one forward of the scoring pass, padding included."},
+    )
+    reference_sample_size: int | None = field(
+        default=None,
+        metadata={"help": "Score this many rows beforehand, to estimate the mean NLL, and the others as they arrive."},
+    )
+    reference_nll_decay: float = field(
+        default=0.99, metadata={"help": "Decay of a stream's mean NLL over generation batches."}
     )
     max_prompt_length: int | None = field(
         default=None,
@@ -249,12 +262,15 @@ class ERPOConfig(GRPOConfig):
         if not 0 <= low <= high or high == 0:
             raise ValueError(f"query_weight_clip must satisfy 0 <= lowest <= highest and highest > 0, found {clip!r}.")
         self.query_weight_clip = [low, high]
-        for name in ("reference_batch_tokens", "max_prompt_length"):
+        units = {"reference_batch_tokens": "tokens", "max_prompt_length": "tokens", "reference_sample_size": "rows"}
+        for name, unit in units.items():
             value = getattr(self, name)
-            if value is None and name == "max_prompt_length":
+            if value is None and name != "reference_batch_tokens":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of tokens >= 1, found {value!r}.")
+                raise ValueError(f"{name} must be a whole number of {unit} >= 1, found {value!r}.")
+        if not 0 <= _number("reference_nll_decay", self.reference_nll_decay) < 1:
+            raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         if not isinstance(self.query_kl_length_normalize, bool):
             raise ValueError(
                 f"query_kl_length_normalize must be true or false, found {self.query_kl_length_normalize!r}."

@@ -57,7 +57,8 @@ class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
         super().__init__(model, reward_funcs, args, *more, **kwargs)
 
     def extra_state(self) -> dict:
-        return self.region_state()
+        return super().extra_state() | self.region_state()
 
     def restore_extra_state(self, state: dict) -> None:
+        super().restore_extra_state(state)
         self.restore_region(state)

@@ -5,8 +5,6 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
-from .reference import REFERENCE_FEATURES
-
 logger = logging.get_logger(__name__)
 
 
@@ -29,8 +27,6 @@ def refuse_unsupported(given: dict) -> None:
     ):
         if isinstance(dataset, (Dataset, IterableDataset)):
             refuse_images(dataset)
-        if isinstance(dataset, IterableDataset):
-            require_columns_in_stream(dataset)
 
 
 def refuse_images(dataset) -> None:
@@ -52,17 +48,6 @@ def refuse_images(dataset) -> None:
     )
     if any(isinstance(part, dict) and part.get("type") == "image" for content in parts for part in content):
         raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's GRPOTrainer.")
-
-
-def require_columns_in_stream(dataset: IterableDataset) -> None:
-    """Raise for a stream that was not mapped."""
-    row = next(iter(dataset), {})
-    missing = [name for name in REFERENCE_FEATURES if name not in row]
-    if missing:
-        raise ValueError(
-            f"A streaming data set must carry the reference columns already (missing: {', '.join(missing)}): their mean NLL "
-            "needs the whole set. Map it once with DatasetMapper as a map-style Dataset, then stream the result."
-        )
 
 
 def check_model(model: torch.nn.Module, dropout_is_disabled: bool) -> None:

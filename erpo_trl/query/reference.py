@@ -161,8 +161,12 @@ class DatasetMapper:
     def pin(self) -> Reference:
         """Hold to the model's present policy as the reference from here on."""
         if self.reference is None:
-            self.reference = self._present_reference()[0]
+            self.reference = self.present_reference()
         return self.reference
+
+    def present_reference(self) -> Reference:
+        """The reference that the model is now."""
+        return self._present_reference()[0]
 
     def __call__(self, dataset: Dataset, mean_nll: float | None = None) -> Dataset:
         """Map a data set.
@@ -288,17 +292,22 @@ class DatasetMapper:
                     "Correct or remove it."
                 ) from error
 
+    def prompt_limit(self) -> tuple[int | None, str]:
+        """Longest prompt in tokens that leaves room to answer, None for no limit, and where the limit comes from."""
+        if self.config.max_prompt_length is not None:
+            return self.config.max_prompt_length, "max_prompt_length"
+        config = self.model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        if context is None:
+            return None, ""
+        room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
+        return context - room, f"a context of {context} tokens, {room} of them for the completion"
+
     def _fitting_rows(self, ids: list[np.ndarray]) -> list[int]:
         """Indices of the rows whose prompt leaves room to answer; the others are named in a warning."""
-        limit = self.config.max_prompt_length
-        reason = "max_prompt_length"
+        limit, reason = self.prompt_limit()
         if limit is None:
-            config = self.model.config.get_text_config()
-            context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-            if context is None:
-                return list(range(len(ids)))
-            room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
-            limit, reason = context - room, f"a context of {context} tokens, {room} of them for the completion"
+            return list(range(len(ids)))
         kept = [row for row, row_ids in enumerate(ids) if len(row_ids) <= limit]
         if len(kept) < len(ids):
             dropped = sorted(set(range(len(ids))) - set(kept))
@@ -432,7 +441,7 @@ def _require_mappable(dataset) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"DatasetMapper maps a datasets.Dataset, found {type(dataset).__name__}: map the splits of a DatasetDict one by "
-            "one, and a stream as a Dataset before streaming it."
+            "one. A trainer takes a stream as it is and scores its rows as they arrive."
         )
     if dataset.format["type"] == "custom":
         raise ValueError(

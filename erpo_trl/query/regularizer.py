@@ -12,10 +12,11 @@ import math
 from collections import deque
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers.utils import logging
 
+from .arrival import ArrivingReference, RunningMean, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
 from .divergence import query_kl
 from .fingerprint import base_model, query_key, row_fingerprint
@@ -59,6 +60,9 @@ class QueryRegularizerMixin(ResumeMixin):
             prepare=self._prepared_for_scoring,
         )
         self._mean_nll: float | None = None  # s̄, nats
+        # What scores rows without reference columns, where the training data is not mapped beforehand
+        self._arrival: ArrivingReference | None = None
+        self._arrived_batches = 0  # generation batches that s̄ of a stream rests on, from a checkpoint
         self._reference_ready = False
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
@@ -101,15 +105,42 @@ class QueryRegularizerMixin(ResumeMixin):
         with contextlib.nullcontext() if known else self.dataset_mapper.prepared():
             reference = self.dataset_mapper.pin()
             logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
-            if isinstance(self.train_dataset, Dataset):
+            if isinstance(self.train_dataset, Dataset) and self.args.reference_sample_size is None:
                 self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
                 self._mean_nll = self.dataset_mapper.report.mean_nll
+            elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
+                self._score_on_arrival(known)
+            if isinstance(self.train_dataset, Dataset):
                 self._warn_of_left_over_rows()
             if isinstance(self.eval_dataset, dict):
                 self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
             elif self.eval_dataset is not None:
                 self.eval_dataset = self._map_evaluation(self.eval_dataset)
         self._reference_ready = True
+
+    def _score_on_arrival(self, resumed: bool) -> None:
+        """Have training rows scored as they arrive: s̄ from a sample, or a running mean."""
+        mapper = self.dataset_mapper
+        if resumed and mapper.pin() != mapper.present_reference():
+            raise ValueError(
+                "The checkpoint's rows are scored as they arrive, which needs the model that the run started from; this one is "
+                "another. Give the trainer the pre-RL model; the checkpoint's weights are loaded by themselves."
+            )
+        limit, _ = mapper.prompt_limit()
+        if limit is not None:
+            self.train_dataset = drop_long_prompts(self.train_dataset, mapper.tokenize, limit)
+        sample = self.args.reference_sample_size
+        if sample is not None and self._mean_nll is None:
+            rows = sample_prompts(self.train_dataset, sample, self.args.seed)
+            mapper(rows)
+            self._mean_nll = mapper.report.mean_nll
+        decay = self.args.reference_nll_decay if sample is None else 1.0
+        mean = RunningMean(decay, self._mean_nll, self._arrived_batches)
+        self._arrival = ArrivingReference(mapper, self.accelerator, mean)
+        self._arrival.keep_reference()
+
+    def extra_state(self) -> dict:
+        return {"arrived_batches": self._arrival.mean.batches if self._arrival else 0}
 
     def _prepared_for_scoring(self, model):
         """The model to score with: while training, the one in training."""
@@ -118,14 +149,16 @@ class QueryRegularizerMixin(ResumeMixin):
         return prepared_for_scoring(model, self.accelerator)
 
     def _map_evaluation(self, dataset):
-        """The data set with its columns; streams carry theirs, and a mapped set comes back at every evaluation."""
+        """The data set with its columns, which rows that are scored on arrival go without; it comes back at every evaluation."""
         if not isinstance(dataset, Dataset) or not len(dataset) or dataset._fingerprint in self._mapped_evaluation:
             return dataset
+        if self._arrival is not None:
+            return dataset
         if self._mean_nll is None:
-            # The training data is a stream: its mean NLL is known to whoever mapped it
+            # A stream with columns: its mean NLL is known to whoever mapped it
             if not set(REFERENCE_FEATURES) <= set(dataset.column_names):
                 raise ValueError(
-                    "With streamed training data, map the evaluation data yourself with the training set's mean NLL: "
+                    "The training stream carries reference columns, so map the evaluation data with its mean NLL: "
                     "DatasetMapper(model, processing_class, config)(eval_dataset, mean_nll=...)."
                 )
             return dataset
@@ -178,6 +211,10 @@ class QueryRegularizerMixin(ResumeMixin):
         batch = super()._generate_and_score_completions(inputs)
 
         prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
+        if self._arrival is not None:
+            ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
+            columns = self._arrival.fill(columns, ids, learning=self.model.training)
+            self._mean_nll = self._arrival.mean.value
         keys = self._check_ids(prompt_ids, prompt_mask, columns, inputs)
         device, width = prompt_ids.device, prompt_ids.shape[1] - 1
         ref_logps = torch.zeros(len(inputs), width)
@@ -326,7 +363,14 @@ class QueryRegularizerMixin(ResumeMixin):
         if "query/kl" in self._metrics[mode]:
             self._metrics[mode]["query/alpha"] = [self.query_alpha]
             self._metrics[mode]["query/loss"] = [self.query_alpha * self._metrics[mode]["query/kl"][0]]
+            if self._mean_nll is not None:
+                self._metrics[mode]["query/ref_nll_mean"] = [self._mean_nll]
         super().log(logs, start_time)
+
+
+def _carries_columns(dataset) -> bool:
+    """Whether a stream was mapped beforehand, as its first row tells."""
+    return isinstance(dataset, IterableDataset) and set(REFERENCE_FEATURES) <= set(next(iter(dataset), {}))
 
 
 def _shorten(prompt) -> str:

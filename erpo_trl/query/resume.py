@@ -130,6 +130,7 @@ class ResumeMixin:
             )
         self.dataset_mapper.reference = reference
         self._mean_nll = state["mean_nll"]
+        self._arrived_batches = state.get("arrived_batches", 0)
 
     def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
         step, args = progress["global_step"], self.args
@@ -165,7 +166,12 @@ class ResumeMixin:
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
             return None
-        return xxhash.xxh3_64_hexdigest("\n".join(self.train_dataset["query_fingerprint"]).encode())
+        if "query_fingerprint" in self.train_dataset.column_names:
+            return xxhash.xxh3_64_hexdigest("\n".join(self.train_dataset["query_fingerprint"]).encode())
+        digest = xxhash.xxh3_64()
+        for batch in self.train_dataset.select_columns("prompt").with_format(None).iter(1000):
+            digest.update(json.dumps(batch["prompt"]).encode())
+        return digest.hexdigest()
 
     def _save_checkpoint(self, model, trial):
         if self.args.should_save:
