@@ -153,7 +153,7 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig) -> E
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # ImportError: vLLM or bitsandbytes, with what to install
         raise InputError(str(error)) from error
 
 
