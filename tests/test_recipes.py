@@ -110,6 +110,14 @@ def test_there_are_recipes():
     assert names == {"single", "ddp", "zero2", "zero3", "zero3_offload", "fsdp2", "multi_node"}
 
 
+def test_readme_lists_every_recipe():
+    text = (RECIPES / "README.md").read_text()
+    for name in NAMES:
+        assert name in text or f"`{Path(name).name}`" in text, name
+    for path in ACCELERATE:
+        assert f"accelerate/{path.name}" in text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_does_what_its_header_says(name, monkeypatch):
     """Keys exist, devices and batches are as stated, prompt and completion fit the model, the engine and each other."""

@@ -81,13 +81,6 @@ def on_server(server, monkeypatch):
     return {"vllm_mode": "server", "vllm_server_base_url": server}
 
 
-@pytest.fixture
-def colocated():
-    """Fields of a config that generates in the trainer's process."""
-    cpu_engine.keep_linear_weights()
-    return {"vllm_mode": "colocate", "vllm_max_model_length": 128}
-
-
 def make_trainer(folder, where: dict, **fields) -> ERPOTrainer:
     """A trainer of the demo model that generates with vLLM and keeps every generated batch in `.batches`."""
     defaults = {
@@ -190,8 +183,11 @@ def _greedy(trainer: ERPOTrainer, prompts: list[list[int]]) -> list:
     return list(zip(output["completion_ids"], output["logprobs"]))
 
 
-def test_colocated_engine_follows_the_policy(tmp_path, colocated):
-    check_engine_follows_policy(make_trainer(tmp_path, colocated))
+def test_colocated_engine_follows_the_policy(tmp_path):
+    """The one test with an engine in this process, which can hold no second one after it."""
+    cpu_engine.keep_linear_weights()
+    cpu_engine.engine_in_float32()
+    check_engine_follows_policy(make_trainer(tmp_path, {"vllm_mode": "colocate", "vllm_max_model_length": 128}))
 
 
 def test_server_with_drpo(tmp_path, on_server):
@@ -251,12 +247,34 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", ["vllm_server", "vllm_colocate"])
-def test_recipe(tmp_path, request, name):
+def small_recipe(name: str, folder: Path) -> list[str]:
+    options = ["--output_dir", str(folder / "out"), "--reference_cache_dir", str(folder / "reference")]
+    return ["--config", str(RECIPES / "qwen2.5-0.5b" / f"{name}.yaml"), *SMALL, *options]
+
+
+def test_server_recipe(tmp_path, on_server):
     """The shipped recipe, with the demo model in place of its own."""
-    where = request.getfixturevalue({"vllm_server": "on_server", "vllm_colocate": "colocated"}[name])
-    options = ["--output_dir", str(tmp_path / "out"), "--reference_cache_dir", str(tmp_path / "reference")]
-    for field, value in where.items():
-        options += [f"--{field}", str(value)]
-    train(["--config", str(RECIPES / "qwen2.5-0.5b" / f"{name}.yaml"), *SMALL, *options])
+    train([*small_recipe("vllm_server", tmp_path), "--vllm_server_base_url", on_server["vllm_server_base_url"]])
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0
+
+
+def test_colocate_recipe(tmp_path):
+    """The same, in a process of its own, whose engine is in bfloat16 as vLLM chooses."""
+    script = (
+        "import sys, cpu_engine; cpu_engine.keep_linear_weights(); from erpo_trl.train import main; main(sys.argv[1:])"
+    )
+    here, root = Path(__file__).parent, Path(__file__).parents[2]
+    options = [*small_recipe("vllm_colocate", tmp_path), "--vllm_max_model_length", "128"]
+    # The colocated trainer above left its process group in the environment
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in group}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *options],
+        env=environment | {"PYTHONPATH": f"{here}:{root}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0

@@ -1,9 +1,10 @@
 """What lets vLLM on a CPU take new weights, for the tests alone: on a GPU, TRL and vLLM do it themselves.
 
-Imported by the trainer's process (`share_weights_by_file`, `keep_linear_weights`) and, as `--worker-extension-cls
+Imported by the trainer's process (`share_weights_by_file`, `engine_in_float32`, `keep_linear_weights`) and, as `--worker-extension-cls
 cpu_engine.LoadWeights`, by the server's worker.
 """
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -20,6 +21,13 @@ def keep_linear_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def engine_in_float32() -> None:
+    """Let the colocated engine keep float32, which vLLM otherwise turns into bfloat16, and skip its compilation."""
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
 
 
 class LoadWeights:
