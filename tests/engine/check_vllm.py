@@ -183,13 +183,6 @@ def _greedy(trainer: ERPOTrainer, prompts: list[list[int]]) -> list:
     return list(zip(output["completion_ids"], output["logprobs"]))
 
 
-def test_colocated_engine_follows_the_policy(tmp_path):
-    """The one test with an engine in this process, which can hold no second one after it."""
-    cpu_engine.keep_linear_weights()
-    cpu_engine.engine_in_float32()
-    check_engine_follows_policy(make_trainer(tmp_path, {"vllm_mode": "colocate", "vllm_max_model_length": 128}))
-
-
 def test_server_with_drpo(tmp_path, on_server):
     """One update per generation: the rollout's log-probs are the behaviour policy, where without vLLM DRPO is refused."""
     trainer = make_trainer(tmp_path, on_server, trust_region="drpo", trust_region_delta=0.2)
@@ -265,12 +258,9 @@ def test_colocate_recipe(tmp_path):
     )
     here, root = Path(__file__).parent, Path(__file__).parents[2]
     options = [*small_recipe("vllm_colocate", tmp_path), "--vllm_max_model_length", "128"]
-    # The colocated trainer above left its process group in the environment
-    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in group}
     done = subprocess.run(
         [sys.executable, "-c", script, *options],
-        env=environment | {"PYTHONPATH": f"{here}:{root}"},
+        env=os.environ | {"PYTHONPATH": f"{here}:{root}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -278,3 +268,14 @@ def test_colocate_recipe(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0
+
+
+def test_colocated_engine_follows_the_policy(tmp_path):
+    """Last, since a process holds one engine in its life, and its end takes the process group along."""
+    cpu_engine.keep_linear_weights()
+    cpu_engine.engine_in_float32()
+    trainer = make_trainer(tmp_path, {"vllm_mode": "colocate", "vllm_max_model_length": 128})
+    try:
+        check_engine_follows_policy(trainer)
+    finally:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
