@@ -32,9 +32,7 @@ os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENAB
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Address of a vLLM server with the demo model, up and healthy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("server")
     log = folder / "log"
     here, root = Path(__file__).parent, Path(__file__).parents[2]
@@ -63,6 +61,12 @@ def server(tmp_path_factory):
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _healthy(address: str) -> bool:
@@ -260,7 +264,7 @@ def test_colocate_recipe(tmp_path):
     options = [*small_recipe("vllm_colocate", tmp_path), "--vllm_max_model_length", "128"]
     done = subprocess.run(
         [sys.executable, "-c", script, *options],
-        env=os.environ | {"PYTHONPATH": f"{here}:{root}"},
+        env=os.environ | {"PYTHONPATH": f"{here}:{root}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -270,8 +274,10 @@ def test_colocate_recipe(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0
 
 
-def test_colocated_engine_follows_the_policy(tmp_path):
+def test_colocated_engine_follows_the_policy(tmp_path, monkeypatch):
     """Last, since a process holds one engine in its life, and its end takes the process group along."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
     cpu_engine.keep_linear_weights()
     cpu_engine.engine_in_float32()
     trainer = make_trainer(tmp_path, {"vllm_mode": "colocate", "vllm_max_model_length": 128})
