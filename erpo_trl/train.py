@@ -154,7 +154,7 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **mo
             peft_config=get_peft_config(model),
             **more,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # ImportError: vLLM or bitsandbytes, with what to install
         raise InputError(str(error)) from error
 
 

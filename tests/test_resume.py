@@ -7,7 +7,6 @@ import contextlib
 import copy
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch

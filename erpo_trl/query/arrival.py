@@ -57,7 +57,7 @@ class RunningMean:
     """s̄ of a stream: the mean over generation batches, which turns into an exponential moving average.
 
     Args:
-        decay: share that the past keeps once 1 / (1 - decay) batches have been seen; in [0, 1].
+        decay: share that the past keeps once 1 / (1 - decay) batches have been seen, in [0, 1); 1 for a fixed value.
         value: nats, None before the first batch.
         batches: how many it has seen.
     """
@@ -68,6 +68,8 @@ class RunningMean:
 
     def update(self, batch_mean: float) -> float:
         """Take in one batch and return the new mean."""
+        if self.decay == 1:
+            return self.value
         self.batches += 1
         rate = max(1 / self.batches, 1 - self.decay)
         self.value = batch_mean if self.value is None else self.value + rate * (batch_mean - self.value)
@@ -80,7 +82,7 @@ class ArrivingReference:
     Args:
         mapper: holds the reference and how training calls the model.
         accelerator: the trainer's.
-        mean: s̄; a fixed one has `decay` 1 and a value.
+        mean: s̄.
     """
 
     def __init__(self, mapper: DatasetMapper, accelerator: Accelerator, mean: RunningMean):
