@@ -20,6 +20,7 @@ from helpers import (
     keep_raw_advantages,
     make_config,
     make_trainer,
+    out_of_memory_above,
     prompts_dataset,
     shift_reference,
     tiny_model,
@@ -73,6 +74,8 @@ def score(settings: dict, folder: Path) -> dict:
     model = tiny_model("qwen2")
     mapper = DatasetMapper(model, byte_tokenizer(), config)
     with count_forwards(model) as counter:
+        if "memory" in settings:
+            out_of_memory_above(model, settings["memory"][state.process_index])
         data = mapper(prompts_dataset(settings["prompts"]))
     return {
         "world": state.num_processes,
