@@ -314,6 +314,19 @@ def count_forwards(model):
         handle.remove()
 
 
+def out_of_memory_above(model, tokens: int):
+    """Forwards of more than so many tokens fail as they do on a full GPU. Returns the sizes that were tried."""
+    tried = []
+
+    def refuse(module, args, kwargs):
+        tried.append(kwargs["input_ids"].numel())
+        if tried[-1] > tokens:
+            raise torch.OutOfMemoryError(f"no room for {tried[-1]} tokens")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    return tried
+
+
 @dataclass
 class Counter:
     calls: int = 0

@@ -33,6 +33,7 @@ ON_RANKS = {
     "first_warm": {"task": "score", "prompts": FIVE, "cache_dirs": ["warm", "cold_1"]},
     "second_warm": {"task": "score", "prompts": FIVE, "cache_dirs": ["cold_0", "warm"]},
 }
+ALONE = {"task": "score", "prompts": FIVE, "map_alone": True}
 
 MACHINE = """
 compute_environment: LOCAL_MACHINE
@@ -56,7 +57,7 @@ LAUNCHES = {
     "zero2": (DEEPSPEED.format(stage=2, init="false"), RUNS | SCORES),
     "zero3": (
         DEEPSPEED.format(stage=3, init="true"),
-        RUNS | {"instance": TRAIN | {"instance": True}} | SCORES | ON_RANKS,
+        RUNS | {"instance": TRAIN | {"instance": True}, "alone": ALONE} | SCORES | ON_RANKS,
     ),
     "fsdp2": (
         MACHINE
@@ -172,7 +173,7 @@ def test_fingerprint_is_that_of_one_process(sharded, one):
     """So that a table made on one set-up serves any other."""
     _, *ranks = sharded
     for rank in ranks:
-        for run, settings in (RUNS | SCORES).items():
+        for run in RUNS | SCORES:
             assert rank[run]["fingerprint"] == one[run]["fingerprint"], run
     assert one["full"]["fingerprint"] == one["lora"]["fingerprint"] != one["gpt2"]["fingerprint"]
 
@@ -213,6 +214,12 @@ def test_a_model_built_in_code_under_zero3(root, one):
     first, _ = launch(root / "sharded_zero3", *LAUNCHES["zero3"])
     assert logged(first["instance"], "loss") == pytest.approx(logged(one["full"], "loss"), rel=1e-5, abs=1e-6)
     assert first["instance"]["fingerprint"] == one["full"]["fingerprint"]
+
+
+def test_mapping_without_a_trainer_under_zero3(root):
+    """There is no engine to score with: a sentence, not the shape error of an empty weight."""
+    for rank in launch(root / "sharded_zero3", *LAUNCHES["zero3"]):
+        assert "only a trainer can score with it" in rank["alone"]["refusal"]
 
 
 def test_offload_in_16_bit(root):

@@ -5,8 +5,6 @@ The process group is real (gloo on CPU under torchrun); a deadlock ends in the t
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,10 +22,11 @@ from helpers import (
     tiny_model,
     token_logps,
 )
+from launching import SCRIPTS, finish, torchrun
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).parent / "scripts" / "distributed_run.py"
+SCRIPT = str(SCRIPTS / "distributed_run.py")
 ALPHA = 0.3
 SHIFTS = [0.3, -0.4, 0.8, 0.5, -0.7, 0.2, 0.6, -0.2]  # every query has its own drift at the first step
 FIVE = ["2+2=", "what is 17+5?", "1*1=", "compute 9-4 please", "7+7"]
@@ -66,17 +65,31 @@ LAYOUTS = {
     "two_generations": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
     "two_iterations": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
 }
+# Off-policy, with the log-probs of `fixed_rollouts` as μ, which are far from any policy
+REGION = {
+    "trust_region": "drpo",
+    "trust_region_delta": 0.2,
+    "trust_region_delta_target": 0.5,
+    "trust_region_check_rollout": False,
+    "num_iterations": 2,
+}
+STREAM = {"stream": True, "shuffle_dataset": False, "learning_rate": 0.1}
 ONE_PROCESS = {
+    "region": train(6, **WHOLE, **REGION),
+    "stream": train(6, **WHOLE, **STREAM),
     "whole": train(6, **WHOLE),
     "group": train(2, **GROUP),
     "evaluation": train(8, per_device_eval_batch_size=8, **EVALUATION),
 }
 TWO_PROCESSES = {
+    "region": train(3, **WHOLE, **REGION),
+    "stream": train(3, **WHOLE, **STREAM),
     "whole": train(3, **WHOLE),
     "group": train(1, **GROUP),
     "evaluation": train(4, per_device_eval_batch_size=4, **EVALUATION),
     **{name: train(3, **fields) for name, fields in LAYOUTS.items()},
     **{f"score_{name}": score(prompts, name, name) for name, prompts in SCORED.items()},
+    "score_small_memory": score(UNEQUAL, "small", "small") | {"batch_tokens": 80, "memory": [40, 1 << 30]},
     **{f"again_{name}": score(prompts, name, name) for name, prompts in SCORED.items()},
 }
 
@@ -85,16 +98,7 @@ def launch(folder: Path, processes: int, runs: dict) -> list[dict]:
     """Run the script and return what each rank saved, by run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps(runs))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        raise RuntimeError(done.stderr[:6000])
+    finish(torchrun(SCRIPT, str(folder), processes=processes))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
@@ -277,6 +281,14 @@ def test_scoring_over_two_ranks(launched, name):
     assert [rank["forwards"] for rank in again] == [0, 0]
 
 
+def test_out_of_memory_on_one_rank(launched):
+    """Only the first rank's device is too small: both go on with half the tokens and make as many forwards."""
+    ranks = [rank["score_small_memory"] for rank in launched[1]]
+    check_scores(ranks, UNEQUAL)
+    # A round of 72 and 16 tokens, repeated as 36 and 26, then 16 on both
+    assert ranks[0]["forwards"] == 3
+
+
 @pytest.mark.parametrize("cache_dirs", [("warm", "cold"), ("cold", "warm")], ids=["first_warm", "second_warm"])
 def test_table_on_one_rank_only(tmp_path, cache_dirs):
     """Node-local folders: one rank finds everything, the other nothing. Equal forwards and right values on both, or a
@@ -289,3 +301,25 @@ def test_table_on_one_rank_only(tmp_path, cache_dirs):
         assert "reference_cache_dir" in str(error)
     else:
         check_scores([rank["mixed"] for rank in ranks], FIVE)
+
+
+@pytest.mark.parametrize("run", ["region", "stream"])
+def test_other_runs_equal_one_process(launched, run):
+    """A trust region, whose metrics and radius are of all ranks' tokens, and rows scored as they arrive, s̄ of all ranks'."""
+    one, ranks = launched
+    names = {
+        "region": [
+            f"trust_region/{name}" for name in ("shift_mean", "shift_p99", "violation_rate", "ratio_max", "delta")
+        ],
+        "stream": ["query/ref_nll_mean", "query/weight_mean"],
+    }[run]
+    for rank in ranks:
+        assert len(rank[run]["steps"]) == len(one[run]["steps"]) == 3
+        for mine, whole in zip(rank[run]["log"], one[run]["log"]):
+            for name in ("query/kl", *names):
+                if name in whole:
+                    assert mine[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-7), name
+        for step, whole in zip(rank[run]["steps"], one[run]["steps"]):
+            for name, grad in whole["grads"].items():
+                torch.testing.assert_close(step["grads"][name], grad, rtol=1e-3, atol=1e-6)
+    assert sum(names[0] in entry for entry in one[run]["log"]) == 3

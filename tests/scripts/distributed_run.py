@@ -20,6 +20,7 @@ from helpers import (
     keep_raw_advantages,
     make_config,
     make_trainer,
+    out_of_memory_above,
     prompts_dataset,
     shift_reference,
     tiny_model,
@@ -38,13 +39,17 @@ def train(settings: dict, folder: Path) -> dict:
     keep_raw_advantages(Patch)
     model = tiny_model("qwen2")
     shifts = settings.pop("shifts")
-    prompts = settings.pop("prompts")
+    data = prompts_dataset(settings.pop("prompts"))
     evaluation = settings.pop("evaluation", None)
-    mapped = DatasetMapper(model, byte_tokenizer(), make_config(folder))(prompts_dataset(prompts))
+    if settings.pop("stream", False):
+        data = data.to_iterable_dataset()
+    else:
+        mapped = DatasetMapper(model, byte_tokenizer(), make_config(folder))(data)
+        data = shift_reference(mapped, lambda i: shifts[i])
     trainer = make_trainer(
         folder,
         model=model,
-        dataset=shift_reference(mapped, lambda i: shifts[i]),
+        dataset=data,
         rollout=fixed_rollouts(),
         trainer_kwargs={"eval_dataset": prompts_dataset(evaluation)} if evaluation else None,
         **settings,
@@ -73,6 +78,8 @@ def score(settings: dict, folder: Path) -> dict:
     model = tiny_model("qwen2")
     mapper = DatasetMapper(model, byte_tokenizer(), config)
     with count_forwards(model) as counter:
+        if "memory" in settings:
+            out_of_memory_above(model, settings["memory"][state.process_index])
         data = mapper(prompts_dataset(settings["prompts"]))
     return {
         "world": state.num_processes,

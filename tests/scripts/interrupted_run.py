@@ -37,7 +37,7 @@ class Diary(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}):
-            self.write(step=state.global_step, loss=logs["loss"], kl=logs["query/kl"], kept=logs["reward"])
+            self.write(step=state.global_step, loss=logs["loss"], kl=logs["query/kl"], reward=logs.get("reward", 0.0))
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.pause_after:
