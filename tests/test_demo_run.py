@@ -5,6 +5,7 @@ import json
 import pytest
 
 from erpo_trl import cli
+from erpo_trl.demo import regions
 from erpo_trl.demo.run import METHODS, TEMPERATURES, table
 from erpo_trl.train import main as train
 
@@ -62,3 +63,19 @@ def test_demo_recipe_runs(tmp_path):
     paths = ["--output_dir", str(tmp_path / "out"), "--reference_cache_dir", str(tmp_path / "reference")]
     train(["--config", str(recipe), *QUICK, *paths])
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0
+
+
+def test_every_kind_of_region_runs_off_policy(tmp_path, capsys):
+    """The comparison behind docs/trust_regions.md: a region, one that needs the likeliest tokens, and TRL's clip."""
+    rows = ["drpo", "dppo_topk_kl", "ratio_clip"]
+    regions.main(
+        ["--output", str(tmp_path), "--held_out", "2", "--only", *rows, "--max_steps", "4", "--use_cpu", "true"]
+        + ["--per_device_train_batch_size", "16", "--reference_cache_dir", str(tmp_path / "reference")]
+    )
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert list(results) == rows
+    for name in rows[:2]:
+        assert results[name]["shift_max"] > 0 and results[name]["weight_max"] >= 1
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == rows
+    assert "delta 0.05" in lines[3]

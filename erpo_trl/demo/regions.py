@@ -108,14 +108,14 @@ def train_region(name: str, fields: dict, output: Path, options: Sequence[str], 
     *_, texts = sample(model, trainer.processing_class, problems["prompt"][:], 1.0, trainer.max_completion_length, 4)
     golds = [gold for gold in problems["answer"] for _ in range(4)]
     log = [entry for entry in trainer.state.log_history if "step_time" in entry]
-    last = log[-(len(log) // 4) :]
     # The first step after a generation meets the policy that sampled
     moved = [entry for i, entry in enumerate(log) if i % UPDATES_PER_GENERATION]
 
     def mean(key):
         # Rewards are logged where completions were generated
-        values = [entry[key] for entry in last if key in entry]
-        return sum(values) / len(values)
+        values = [entry[key] for entry in log if key in entry]
+        last = values[-max(1, len(values) // 4) :]
+        return sum(last) / len(last)
 
     result = {
         "reward": mean("reward"),
@@ -138,7 +138,7 @@ def table(results: dict[str, dict]) -> str:
     columns = ["reward", "accuracy", "entropy", "query_kl", "grad_norm_max", *METRICS]
     lines = ["| region | set to | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
     for name, result in results.items():
-        fields = ", ".join(f"{k.removeprefix('trust_region_')} {v}" for k, v in RUNS[name].items()) or "TRL's default"
+        fields = ", ".join(f"{k.removeprefix('trust_region_')} {v}" for k, v in RUNS[name].items()) or "-"
         cells = [f"{result[c]:.3g}" if c in result else "" for c in columns]
         lines.append(f"| {name.partition(',')[0]} | {fields} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
