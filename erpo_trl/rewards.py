@@ -176,10 +176,16 @@ class MathWorker:
         process.stdout.close()
 
 
-_WORKER = MathWorker()
-atexit.register(_WORKER.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_WORKER.forget)
+def make_worker() -> MathWorker:
+    """A worker that ends with this process and is not shared with forked children."""
+    worker = MathWorker()
+    atexit.register(worker.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=worker.forget)
+    return worker
+
+
+_WORKER = make_worker()
 
 
 def gold_text(value) -> str | None:

@@ -1,11 +1,19 @@
 """Scoring by the training reward's scorer, on several workers."""
 
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
-from ..rewards import TIME_LIMIT_S, MathWorker, last_boxed, score_answer
+from ..rewards import TIME_LIMIT_S, MathWorker, last_boxed, make_worker, score_answer
+
+# Kept from call to call, since a worker takes seconds to import sympy
+_WORKERS: list[MathWorker] = []
+
+
+def _kept_workers(count: int) -> list[MathWorker]:
+    _WORKERS.extend(make_worker() for _ in range(count - len(_WORKERS)))
+    return _WORKERS[:count]
 
 
 def default_workers() -> int:
@@ -29,22 +37,20 @@ def score_texts(
     pairs = {}
     for gold, answer in zip(golds, answers):
         pairs.setdefault(repr(gold), (gold, {}))[1][answer] = None
-    started: list[MathWorker] = []
-    local = threading.local()
+    free = SimpleQueue()
+    for worker in _kept_workers(workers):
+        free.put(worker)
 
     def score(gold, verdicts: dict) -> None:
-        if not hasattr(local, "worker"):
-            local.worker = MathWorker()
-            started.append(local.worker)
-        for answer in verdicts:
-            # The blank keeps a trailing backslash from escaping the brace
-            text = "" if answer is None else f"\\boxed{{{answer} }}"
-            verdicts[answer] = score_answer(gold, text, time_limit_s, local.worker)
+        worker = free.get()
+        try:
+            for answer in verdicts:
+                # The blank keeps a trailing backslash from escaping the brace
+                text = "" if answer is None else f"\\boxed{{{answer} }}"
+                verdicts[answer] = score_answer(gold, text, time_limit_s, worker)
+        finally:
+            free.put(worker)
 
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda pair: score(*pair), pairs.values()))
-    finally:
-        for worker in started:
-            worker.close()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda pair: score(*pair), pairs.values()))
     return answers, [pairs[repr(gold)][1][answer] for gold, answer in zip(golds, answers)]
