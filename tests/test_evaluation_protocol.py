@@ -129,6 +129,23 @@ def test_interrupted_run_continues_and_draws_nothing_twice(tmp_path):
         assert {p.name for p in (tmp_path / str(stop)).iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
 
 
+def test_a_process_that_lags_behind_draws_nothing_twice(tmp_path):
+    """Continued by two processes of which the second has all its batches: the first finishes the pair, and removes the
+    parts, before the second looks."""
+    other = StubBackend(by_seed)
+    run(tmp_path, other, problems(["1"] * 7), state=Rank(process_index=1, num_processes=2))
+    first, second = StubBackend(by_seed), StubBackend(by_seed)
+
+    class Late(Rank):
+        def wait_for_everyone(self):
+            if not first.log:
+                run(tmp_path, first, problems(["1"] * 7), state=Rank(process_index=0, num_processes=2))
+
+    run(tmp_path, second, problems(["1"] * 7), state=Late(process_index=1, num_processes=2))
+    assert len(other.log) == 8 + 1 and len(first.log) == 12 and second.log == []
+    assert len(samples(tmp_path)) == 21 and not (tmp_path / "work").exists()
+
+
 def test_finished_pairs_are_kept_until_model_settings_or_problems_change(tmp_path, capsys):
     answer = lambda r: ONE  # noqa: E731
     engine = StubBackend(answer)

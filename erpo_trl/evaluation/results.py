@@ -97,6 +97,10 @@ class ResultFolder:
         name = digest([[request.row, request.sample] for request in batch])
         return self.work / pair.slug / f"{name}.parquet"
 
+    def part_paths(self) -> set[Path]:
+        """The drawn batches that are there."""
+        return set(self.work.glob("*/*.parquet"))
+
     def write_part(self, path: Path, drawn: pa.Table) -> None:
         write_atomically(path, lambda temporary: pq.write_table(drawn, temporary))
 

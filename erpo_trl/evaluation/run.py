@@ -31,12 +31,13 @@ from .scoring import default_workers
 DRAW_SETTINGS = ("seed", "samples", "max_new_tokens", "backend", "tensor_parallel_size", "dtype")
 
 
-def evaluate(config: EvalConfig | None = None, **settings) -> dict:
+def evaluate(config: EvalConfig | None = None, **settings) -> dict | None:
     """Draw, score and report; the Python twin of `erpo-trl eval`.
 
     Args: config: an [`EvalConfig`], or its fields as keywords: `evaluate(model="demo", output="runs/eval",
     benchmarks=["arithmetic"], temperatures=[0.1, 1.0], samples=8)`.
-    Returns: what `metrics.json` holds. Also leaves samples.parquet, table.md and plots in `output`.
+    Returns: what `metrics.json` holds, on the first process; None on the others. Also leaves samples.parquet, table.md and
+    plots in `output`.
     Raises: ValueError or OSError that names what is wrong with the input.
     """
     if (config is None) != bool(settings):
@@ -117,7 +118,7 @@ def run_protocol(
     context: int | None,
     make_backend: Callable,
     state: PartialState,
-) -> dict:
+) -> dict | None:
     """Everything after loading. Args: model: as recorded, `weights` naming its contents; context: of the model, in tokens;
     make_backend: from the longest sequence in tokens to a backend, called only if something is left to draw."""
     folder = ResultFolder(config.output)
@@ -130,7 +131,10 @@ def run_protocol(
     stored = folder.stored_pairs()
     todo = [task for task in tasks if not folder.finished(task.pair)]
     report = print if state.is_main_process else lambda *_, **__: None
+    there = folder.part_paths()
     _announce(tasks, todo, stored, run, report)
+    # All processes have seen the same folder before one of them changes it
+    state.wait_for_everyone()
 
     def finish(task: _Task) -> None:
         benchmark, pair = task.benchmark, task.pair
@@ -165,7 +169,7 @@ def run_protocol(
         task.parts = [folder.part_path(task.pair, batch) for batch in batches]
         # Dealt over all pairs, so that processes are busy though a pair may be a single batch
         for index, (batch, path) in enumerate(zip(batches, task.parts), start=planned):
-            if index % state.num_processes == state.process_index and not path.is_file():
+            if index % state.num_processes == state.process_index and path not in there:
                 drawn = drawn_table(task.benchmark.name, batch, backend.generate(batch), tokenizer)
                 folder.write_part(path, drawn)
         planned += len(batches)
