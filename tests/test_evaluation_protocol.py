@@ -162,13 +162,15 @@ def test_finished_pairs_are_kept_until_model_settings_or_problems_change(tmp_pat
     assert drawn_again(temperatures=[1.0]) == ([("set", 0.8), ("set", 1.0)], 6)
     both = [("new", 0.8), ("set", 0.8), ("set", 1.0)]
     assert drawn_again(problems(["3"], name="new")) == (both, 3)
+    assert "will be replaced" not in capsys.readouterr().out
     assert set(read_metrics(tmp_path)["benchmarks"]) == {"set", "new"}
-    capsys.readouterr()
     # Another answer key for the same prompts: only that benchmark goes
     assert drawn_again(problems(["1", "3"])) == ([("new", 0.8), ("set", 0.8)], 6)
-    assert "will be replaced" not in capsys.readouterr().out
+    assert "2 (benchmark, temperature) pairs here are of another model, other settings or other problems" in (
+        capsys.readouterr().out
+    )
     assert drawn_again(problems(["1", "3"]), weights="trained further") == ([("set", 0.8)], 6)
-    assert "2 (benchmark, temperature) pairs here are of another model or other settings" in capsys.readouterr().out
+    assert "2 (benchmark, temperature) pairs here are of another model" in capsys.readouterr().out
     assert drawn_again(problems(["1", "3"]), weights="trained further", samples=3) == ([("set", 0.8)], 8)
     assert (
         drawn_again(problems(["1", "3"]), weights="trained further", samples=3, batch_tokens=7, bootstrap=10)[1] == 0

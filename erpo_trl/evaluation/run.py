@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from .._version import __version__
 from ..cli import InputError
-from .backends import TransformersBackend
+from .backends import Request, TransformersBackend
 from .benchmarks import Benchmark, load_benchmark
 from .config import EvalConfig
 from .model_source import load_tokenizer, resolve_model
@@ -105,6 +105,17 @@ class _Task:
     prompt_ids: list[tuple[int, ...]]
     parts: list[Path] | None = None  # of all its batches, once planned
 
+    def requests(self, config: EvalConfig, context: int | None) -> list[Request]:
+        return make_requests(
+            self.benchmark.name,
+            self.prompt_ids,
+            self.pair.temperature,
+            config.samples,
+            config.seed,
+            config.max_new_tokens,
+            context,
+        )
+
     @property
     def drawn(self) -> bool:
         return self.parts is not None and all(path.is_file() for path in self.parts)
@@ -129,26 +140,15 @@ def run_protocol(
         content = digest(prompt_ids), digest(benchmark.dataset["answer"][:])
         tasks += [_Task(Pair(benchmark.name, t, run, *content), benchmark, prompt_ids) for t in config.temperatures]
     stored = folder.stored_pairs()
+    # Pairs of earlier calls stay if they are of this model with these settings, and of these problems if those are known
+    asked = {task.benchmark.name: (task.pair.prompts, task.pair.golds) for task in tasks}
+    kept = [p for p in stored if p.run == run and asked.get(p.benchmark) in (None, (p.prompts, p.golds))]
     todo = [task for task in tasks if not folder.finished(task.pair)]
-    report = print if state.is_main_process else lambda *_, **__: None
     there = folder.part_paths()
-    _announce(tasks, todo, stored, run, report)
+    if state.is_main_process:
+        _announce(len(tasks), todo, len(stored) - len(kept))
     # All processes have seen the same folder before one of them changes it
     state.wait_for_everyone()
-
-    def finish(task: _Task) -> None:
-        benchmark, pair = task.benchmark, task.pair
-        drawn = folder.read_parts(task.parts)
-        drawn = complete_table(drawn, benchmark.name, len(benchmark.dataset), pair.temperature, config.samples)
-        workers = config.scoring_workers or default_workers()
-        scored = score_table(drawn, benchmark.dataset["answer"][:], workers, config.scoring_time_limit)
-        folder.write_pair(pair, scored)
-        right = sum(verdict == 1 for verdict in scored["verdict"].to_pylist())
-        report(
-            f"  {benchmark.name}  T={pair.temperature:g}  {right}/{len(scored)} samples right  "
-            f"{time.perf_counter() - start:.0f} s",
-            flush=True,
-        )
 
     start = time.perf_counter()
     if todo:
@@ -156,16 +156,7 @@ def run_protocol(
         backend = make_backend(longest if context is None else min(longest, context))
     planned = 0
     for task in todo:
-        requests = make_requests(
-            task.benchmark.name,
-            task.prompt_ids,
-            task.pair.temperature,
-            config.samples,
-            config.seed,
-            config.max_new_tokens,
-            context,
-        )
-        batches = backend.plan(requests)
+        batches = backend.plan(task.requests(config, context))
         task.parts = [folder.part_path(task.pair, batch) for batch in batches]
         # Dealt over all pairs, so that processes are busy though a pair may be a single batch
         for index, (batch, path) in enumerate(zip(batches, task.parts), start=planned):
@@ -175,45 +166,45 @@ def run_protocol(
         planned += len(batches)
         if state.is_main_process:
             for ready in [task for task in todo if task.drawn and not folder.finished(task.pair)]:
-                finish(ready)
+                _finish(ready, folder, config, start)
     state.wait_for_everyone()
+
+    metrics = None
     if state.is_main_process:
         for task in todo:
             if not folder.finished(task.pair):
-                finish(task)
-    metrics = None
-    if state.is_main_process:
-        # Pairs of earlier calls stay if they are of this model with these settings
-        asked = {task.benchmark.name: (task.pair.prompts, task.pair.golds) for task in tasks}
-        kept = [
-            pair
-            for pair in stored
-            if pair.run == run and asked.get(pair.benchmark) in (None, (pair.prompts, pair.golds))
-        ]
+                _finish(task, folder, config, start)
         pairs = {(pair.benchmark, pair.temperature): pair for pair in [*kept, *(task.pair for task in tasks)]}
-        folder.gather(_in_order(pairs.values()))
+        names = list(dict.fromkeys(name for name, _ in pairs))
+        folder.gather(sorted(pairs.values(), key=lambda pair: (names.index(pair.benchmark), pair.temperature)))
         metrics = _write_report(folder, config, model, benchmarks, state.num_processes)
-        report(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
+        print(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
     state.wait_for_everyone()
     return metrics
 
 
-def _in_order(pairs) -> list[Pair]:
-    names = list(dict.fromkeys(pair.benchmark for pair in pairs))
-    return sorted(pairs, key=lambda pair: (names.index(pair.benchmark), pair.temperature))
-
-
-def _announce(tasks: list[_Task], todo: list[_Task], stored: list[Pair], run: str, report: Callable) -> None:
+def _announce(asked: int, todo: list[_Task], replaced: int) -> None:
     """Says what will be drawn and what will be replaced, before anything is."""
-    other = [pair for pair in stored if pair.run != run]
-    if other:
-        report(
-            f"{len(other)} (benchmark, temperature) pairs here are of another model or other settings: they will be replaced"
+    if replaced:
+        print(
+            f"{replaced} (benchmark, temperature) pairs here are of another model, other settings or other problems: they "
+            "will be replaced"
         )
-    if len(todo) < len(tasks):
-        report(f"{len(tasks) - len(todo)} of {len(tasks)} (benchmark, temperature) pairs are there already")
+    if len(todo) < asked:
+        print(f"{asked - len(todo)} of {asked} (benchmark, temperature) pairs are there already")
     if any(task.pair.temperature == 0 for task in todo):
-        report("T=0 is greedy decoding: drawn once, so Avg@k, Pass@k and Pass@1 are the same there")
+        print("T=0 is greedy decoding: drawn once, so Avg@k, Pass@k and Pass@1 are the same there")
+
+
+def _finish(task: _Task, folder: ResultFolder, config: EvalConfig, start: float) -> None:
+    """Scores a drawn pair and keeps it."""
+    name, temperature, golds = task.benchmark.name, task.pair.temperature, task.benchmark.dataset["answer"][:]
+    drawn = complete_table(folder.read_parts(task.parts), name, len(golds), temperature, config.samples)
+    scored = score_table(drawn, golds, config.scoring_workers or default_workers(), config.scoring_time_limit)
+    folder.write_pair(task.pair, scored)
+    right = sum(verdict == 1 for verdict in scored["verdict"].to_pylist())
+    seconds = time.perf_counter() - start
+    print(f"  {name}  T={temperature:g}  {right}/{len(scored)} samples right  {seconds:.0f} s", flush=True)
 
 
 def _write_report(folder, config: EvalConfig, model: dict, benchmarks: Sequence[Benchmark], processes: int) -> dict:
