@@ -11,7 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from evaluation_helpers import read_metrics, samples
+from scripts import evaluation_run
+
+from erpo_trl import cli
 
 pytestmark = pytest.mark.distributed
 
@@ -70,8 +74,10 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
+    """The run without interruption and without other processes, in this one."""
     output = tmp_path_factory.mktemp("alone")
-    finish(launch(output))
+    torch.set_num_threads(1)
+    assert cli.main([*OPTIONS, "--output", str(output)]) == 0
     return output
 
 
@@ -103,7 +109,7 @@ def test_killed_run_continues_where_it_was(alone, tmp_path):
         pq.write_table(table.set_column(table.schema.get_field_index("text"), "text", texts), path)
         marked |= {key(row) for row in table.to_pylist()}
     expected = [row | {"text": MARK + row["text"]} if key(row) in marked else row for row in samples(alone)]
-    finish(launch(tmp_path, 2))
+    assert cli.main([*OPTIONS, "--output", str(tmp_path)]) == 0
     assert 0 < len(marked) < len(expected)
     assert samples(tmp_path) == expected
     assert read_metrics(tmp_path)["benchmarks"] == read_metrics(alone)["benchmarks"]
@@ -112,17 +118,10 @@ def test_killed_run_continues_where_it_was(alone, tmp_path):
 
 def test_callback_measures_the_same_on_any_number_of_ranks(tmp_path):
     """7 problems with 3 samples each on two ranks; every rank ends with the same numbers."""
-    script = Path(__file__).parent / "scripts" / "evaluation_run.py"
-    found = {}
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
-        launcher += ["--rdzv_backend", "c10d"]
-        finish(start([sys.executable, *launcher, str(script), str(folder)]))
-        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
-        assert [rank["world"] for rank in ranks] == [processes] * processes
-        assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
-        found[processes] = ranks[0]["metrics"]
-    assert found[1] == found[2]
-    assert 0 < found[1]["eval/seven/avg@3@T0.8"] < 1
+    _, alone = evaluation_run.measure(tmp_path)
+    script = str(Path(evaluation_run.__file__))
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
+    finish(start([sys.executable, *launcher, script, str(tmp_path)]))
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks == [{"world": 2, "metrics": alone}] * 2
+    assert 0 < alone["eval/seven/avg@3@T0.8"] < 1

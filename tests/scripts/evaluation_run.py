@@ -15,8 +15,8 @@ from erpo_trl.demo import MODEL_DIR
 from erpo_trl.evaluation.benchmarks import Benchmark
 
 
-def main():
-    folder = Path(sys.argv[1])
+def measure(folder: Path) -> tuple:
+    """The accelerator, and what the callback measures."""
     torch.set_num_threads(1)
     trainer = make_trainer(
         folder,
@@ -28,11 +28,16 @@ def main():
     )
     benchmark = Benchmark("seven", load_arithmetic("test", n=7))
     callback = EvaluationCallback(trainer, [benchmark], temperatures=[0, 0.8], samples=3, batch_tokens=150)
-    trainer.accelerator.wait_for_everyone()
-    found = {"world": trainer.accelerator.num_processes, "metrics": callback.measure()}
-    (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(found))
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    return trainer.accelerator, callback.measure()
+
+
+def main():
+    folder = Path(sys.argv[1])
+    accelerator, metrics = measure(folder)
+    found = {"world": accelerator.num_processes, "metrics": metrics}
+    (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
