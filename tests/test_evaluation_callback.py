@@ -1,12 +1,13 @@
 """The callback: what it logs, that training does not notice it, and the gap by hand."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import byte_tokenizer, make_trainer, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from erpo_trl import EvaluationCallback, accuracy_reward, evaluate, load_arithmetic, train_eval_gap
 from erpo_trl.demo import MODEL_DIR
@@ -167,6 +168,10 @@ def test_vllm_rollouts_are_drawn_by_trls_own_engine(ranks, monkeypatch):
     assert len(gathered) == len({entry[:2] for entry in gathered}) == 6
 
 
-def test_a_benchmark_can_be_any_data_set():
-    own = Benchmark("mine", Dataset.from_dict({"prompt": ["1+1"], "answer": ["2"]}))
-    assert own.source == "given as a data set"
+@pytest.mark.both_trls
+def test_trls_engine_still_has_what_the_callback_sets():
+    """Settings that TRL would rename would silently keep the training's values."""
+    made = inspect.signature(VLLMGeneration.__init__).parameters
+    assert {name for name in vars(Generation()) if name not in ("synced", "calls")} <= set(made)
+    assert list(inspect.signature(VLLMGeneration.generate).parameters)[1:4] == ["prompts", "images", "num_generations"]
+    assert callable(VLLMGeneration.sync_weights)
