@@ -103,31 +103,37 @@ def sweep_table(runs: Sequence[Run], metric: str, paper: Mapping | None) -> str:
         {b: bands["mean"][metric] for b, v in run.values.items() if "mean" in (bands := band_values(v))}
         for run in runs
     ]
-    columns = list(means[0]) if runs else paper["benchmarks"][:-1]
-    columns_and_average = [*columns, "average"] if len(columns) > 1 else columns
-    rows = [[metric, *columns_and_average]]
+    benchmarks = list(means[0]) if runs else paper["benchmarks"][:-1]
+    columns = {name: [name] for name in benchmarks}
+    if len(benchmarks) > 1:
+        columns["average"] = benchmarks
+    rows = [[metric, *columns]]
     if paper is not None:
-        for name in paper:
-            if name.partition("@")[0] == metric.partition("@")[0] and (name == "pass@1") == (metric == "pass@1"):
-                for method, numbers in paper[name].items():
-                    printed = dict(zip(paper["benchmarks"], numbers))
-                    # The paper's average is over its six benchmarks
-                    same = set(columns) == set(paper["benchmarks"][:-1])
-                    shown = [
-                        f"{printed[c]:.3f}" if c in printed and (c != "average" or same) else ""
-                        for c in columns_and_average
-                    ]
-                    rows.append([f"paper: {method}" + (f" ({name})" if name != metric else ""), *shown])
+        rows += _printed_rows(paper, metric, columns)
     for run, values in zip(runs, means):
-        cells = [f"{values[b].mean():.3f}" for b in columns]
-        average = [f"{np.mean([values[b].mean() for b in columns]):.3f}"] if len(columns) > 1 else []
-        rows.append([run.name, *cells, *average])
+        rows.append([run.name, *(f"{np.mean([values[b].mean() for b in of]):.3f}" for of in columns.values())])
     for run, values in zip(runs[1:], means[1:]):
-        parts = [{b: values[b]} for b in columns] + ([values] if len(columns) > 1 else [])
-        firsts = [{b: means[0][b]} for b in columns] + ([means[0]] if len(columns) > 1 else [])
-        shown = ["{:+.3f} [{:+.3f}, {:+.3f}]".format(*interval(a, b)) for a, b in zip(parts, firsts)]
-        rows.append([f"{run.name} − {runs[0].name}", *shown])
+        triples = [interval({b: values[b] for b in of}, {b: means[0][b] for b in of}) for of in columns.values()]
+        rows.append([f"{run.name} − {runs[0].name}", *("{:+.3f} [{:+.3f}, {:+.3f}]".format(*t) for t in triples)])
     return markdown(rows)
+
+
+def _printed_rows(paper: Mapping, metric: str, columns: Mapping[str, list[str]]) -> list[list[str]]:
+    """Table 1's rows of a metric; of one that counts another number of samples, with the paper's in the label."""
+    kind = metric if metric == "pass@1" else metric.partition("@")[0]
+    name = next(n for n in paper if n == kind or kind != "pass@1" and n != "pass@1" and n.startswith(f"{kind}@"))
+    # The printed average is over the paper's benchmarks, so it stands only beside the same ones
+    names = (
+        paper["benchmarks"]
+        if set(paper["benchmarks"][:-1]) == set(columns) - {"average"}
+        else paper["benchmarks"][:-1]
+    )
+    rows = []
+    for method, numbers in paper[name].items():
+        printed = dict(zip(names, numbers))
+        label = f"paper: {method}" + ("" if name == metric else f" ({name})")
+        rows.append([label, *(f"{printed[c]:.3f}" if c in printed else "" for c in columns)])
+    return rows
 
 
 def temperature_table(runs: Sequence[Run], benchmark: str, paper: Mapping | None) -> str:
