@@ -17,6 +17,7 @@ class Engine:
     """Answers with the box of the request's seed, so that copies would show; ends every second completion at the limit."""
 
     made = []
+    on_cpu = False
 
     def __init__(self, **options):
         self.options, self.calls = options, []
@@ -35,9 +36,10 @@ class Engine:
 @pytest.fixture
 def vllm(monkeypatch):
     Engine.made.clear()
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request")}
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request", "vllm.platforms")}
     modules["vllm"].LLM = Engine
     modules["vllm"].SamplingParams = lambda **options: options
+    modules["vllm.platforms"].current_platform = SimpleNamespace(is_cpu=lambda: Engine.on_cpu)
     modules["vllm.lora.request"].LoRARequest = lambda *fields: fields
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -118,6 +120,17 @@ def test_several_processes_are_refused(vllm, tmp_path, monkeypatch):
     monkeypatch.setattr("erpo_trl.evaluation.run.PartialState", lambda **options: state)
     with pytest.raises(ValueError, match="backend 'vllm' runs in one process.*tensor_parallel_size; found 2"):
         evaluate(model="demo", output=str(tmp_path), benchmarks=["arithmetic"], backend="vllm")
+
+
+def test_prompts_are_not_cut_on_a_cpu(vllm, tmp_path, monkeypatch):
+    """vLLM's engine dies of a seeded request whose prompt it cuts there."""
+    monkeypatch.setattr(Engine, "on_cpu", True)
+    model, file = save(tiny_model("qwen2"), tmp_path / "model"), write_problems(tmp_path / "own.jsonl")
+    evaluate(
+        model=model, output=str(tmp_path / "out"), file=file, samples=1, temperatures=[1.0], max_new_tokens=20,
+        backend="vllm", bootstrap=10,
+    )  # fmt: skip
+    assert Engine.made[0].options["enable_chunked_prefill"] is False
 
 
 def test_ranks_that_vllm_has_slots_for():

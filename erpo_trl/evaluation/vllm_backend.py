@@ -38,17 +38,22 @@ class VLLMBackend:
         try:
             from vllm import LLM, SamplingParams
             from vllm.lora.request import LoRARequest
+            from vllm.platforms import current_platform
         except ImportError as error:
             raise ValueError(
                 f"backend 'vllm' needs vLLM ({error}): pip install 'erpo-trl[vllm]', or use backend 'transformers'"
             ) from error
         options = {}
+        if current_platform.is_cpu():
+            # After a part of a prompt vLLM (0.32.0) winds a request's generator back, and torch's CPU generators cannot be
+            # ("CPU Generator does not use offset"; described in RBLN-SW/vllm-rbln#1025). So prompts are not cut there.
+            options["enable_chunked_prefill"] = False
         self.lora = None
         if source.adapter is not None:
             config = cached_file(source.adapter, "adapter_config.json", revision=source.adapter_revision)
             adapter = json.loads(Path(config).read_text())
             rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
-            options = {"enable_lora": True, "max_lora_rank": _rank_slot(rank)}
+            options |= {"enable_lora": True, "max_lora_rank": _rank_slot(rank)}
             self.lora = LoRARequest("adapter", 1, str(Path(config).parent))
         self.sampling_params = SamplingParams
         self.llm = LLM(
