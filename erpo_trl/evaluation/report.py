@@ -95,10 +95,9 @@ def shown_metrics(entry: Mapping) -> list[str]:
 
 
 def cell(metric: str, entry: Mapping[str, float]) -> str:
-    """A value and its standard error: tokens as whole numbers, shares in percent."""
-    if metric == "tokens":
-        return f"{entry['value']:.0f} ± {entry['se']:.0f}"
-    return f"{100 * entry['value']:.1f} ± {100 * entry['se']:.1f}"
+    """A value and its standard error: tokens as they are, shares in percent."""
+    unit = 1 if metric == "tokens" else 100
+    return f"{unit * entry['value']:.1f} ± {unit * entry['se']:.1f}"
 
 
 def table(metrics: Mapping) -> str:
