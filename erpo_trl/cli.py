@@ -9,6 +9,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("train", "main", "train a model with ERPO from a YAML recipe and command-line options"),
     "score": ("score", "main", "make the reference table of a recipe, without training"),
+    "eval": ("evaluation.run", "main", "evaluate a model at many temperatures: Avg@k, Pass@k, Pass@1"),
+    "compare": ("evaluation.compare", "main", "compare evaluations, with paired bootstrap and the paper's tables"),
     "demo": ("demo.run", "main", "train the embedded model with ERPO and with GRPO, and compare them"),
 }
 

@@ -242,9 +242,11 @@ def load_problems(
     return _build(_read(path), str(path), problem, answer, suffix, system_prompt, conversational)
 
 
-def _load_from_hub(hub_id: str, split: str, revision: str | None, instead: str) -> list[Row]:
+def _load_from_hub(
+    hub_id: str, split: str, revision: str | None, instead: str, config: str | None = None
+) -> list[Row]:
     try:
-        dataset = load_dataset(hub_id, split=split, revision=revision)
+        dataset = load_dataset(hub_id, *([config] if config else []), split=split, revision=revision)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ValueError(
             f"{hub_id}, split {split!r}: cannot be loaded from the hub ({type(error).__name__}: {error}). {instead}"

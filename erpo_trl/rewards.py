@@ -176,10 +176,16 @@ class MathWorker:
         process.stdout.close()
 
 
-_WORKER = MathWorker()
-atexit.register(_WORKER.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_WORKER.forget)
+def make_worker() -> MathWorker:
+    """A worker that ends with this process and is not shared with forked children."""
+    worker = MathWorker()
+    atexit.register(worker.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=worker.forget)
+    return worker
+
+
+_WORKER = make_worker()
 
 
 def gold_text(value) -> str | None:
@@ -251,23 +257,24 @@ def _warn_unreadable(gold: str) -> None:
 
 
 @lru_cache(maxsize=1 << 14)
-def _verdict(gold: str, answer: str | None, limit_s: float) -> float | None:
+def _verdict(gold: str, answer: str | None, limit_s: float, worker: MathWorker) -> float | None:
     # A timeout is remembered like any verdict: a group of samples that agree on a slow answer costs its limit once
     if PLAIN_INTEGER.fullmatch(gold) and (answer is None or PLAIN_INTEGER.fullmatch(answer)):
         # Two integers of one spelling each are equal exactly when their texts are, and math-verify parses these texts
         # to sympy Integers and compares by value: the verdict is the same, without a round trip
         return float(gold == answer)
-    if answer is not None and _verdict(gold, None, limit_s) is None:
+    if answer is not None and _verdict(gold, None, limit_s, worker) is None:
         return None
-    right = _WORKER.compare(gold, answer, limit_s)
+    right = worker.compare(gold, answer, limit_s)
     return None if right is None else float(right)
 
 
-def score_answer(gold, completion, time_limit_s: float = TIME_LIMIT_S) -> float | None:
+def score_answer(gold, completion, time_limit_s: float = TIME_LIMIT_S, worker: MathWorker = _WORKER) -> float | None:
     r"""Whether a completion's last boxed answer is right.
 
     Args: gold: the right answer, a string (LaTeX, with or without `$` or box), a number, or a list of the parts of one answer;
-    completion: a string or chat messages; time_limit_s: wall-clock seconds for reading the gold, and again for comparing.
+    completion: a string or chat messages; time_limit_s: wall-clock seconds for reading the gold, and again for comparing;
+    worker: the process that compares; by default one that all callers share.
     Returns: 1.0 right; 0.0 wrong, no box, an empty box, or too slow to parse; None when the gold is missing or cannot be
     read in time, whatever the completion.
     Raises: RuntimeError when the math-verify worker cannot be started.
@@ -277,7 +284,7 @@ def score_answer(gold, completion, time_limit_s: float = TIME_LIMIT_S) -> float 
         gold = last_boxed(gold)  # a whole solution; the worker boxes what it compares itself
     if not gold:
         return None
-    return _verdict(gold, last_boxed(completion_text(completion)) or None, time_limit_s)
+    return _verdict(gold, last_boxed(completion_text(completion)) or None, time_limit_s, worker)
 
 
 def accuracy_reward(

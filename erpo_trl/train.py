@@ -1,22 +1,20 @@
 """`erpo-trl train`: from a recipe to a trained model, on TRL's parser, trainer and savers."""
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import transformers
-import yaml
 from datasets import Dataset
 from packaging.version import Version
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .cli import InputError
 from .config import ERPOConfig
 from .data import resolve_dataset
 from .demo import MODEL_DIR
+from .options import parse_options
 from .rewards import resolve_reward
 from .trainer import ERPOTrainer
 
@@ -83,32 +81,7 @@ def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArgume
     Raises:
         InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
     """
-    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
-    if "--config" in argv:
-        at = argv.index("--config") + 1
-        if at == len(argv) or not Path(argv[at]).is_file():
-            raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
-    parser = TrlParser(CONFIGS, prog=prog, allow_abbrev=False)
-    try:
-        *configs, from_file, from_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except yaml.YAMLError as error:
-        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    for where, unknown in (("config file", from_file), ("command line", from_line)):
-        if unknown:
-            raise InputError(
-                f"unknown option in the {where}: {unknown[0].removeprefix('--')}{_suggestion(unknown[0])}"
-            )
-    return tuple(configs)
-
-
-def _suggestion(option: str) -> str:
-    known = [f.name for config in CONFIGS for f in fields(config)]
-    near = difflib.get_close_matches(option.removeprefix("--").replace("-", "_"), known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return parse_options(argv, CONFIGS, prog)
 
 
 def _load(data: DataArguments, name: str, split: str) -> Dataset:

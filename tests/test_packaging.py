@@ -32,7 +32,7 @@ def test_wheel_and_sdist_build_and_hold_the_demo(tmp_path):
     [sdist] = (tmp_path / "dist").glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"erpo_trl/demo/{name}" for name in DEMO_FILES} <= names
-    assert {"erpo_trl/cli.py", "erpo_trl/query/regularizer.py"} <= names
+    assert {"erpo_trl/evaluation/paper.yaml", "erpo_trl/cli.py", "erpo_trl/query/regularizer.py"} <= names
     assert not any(name.startswith(("tests/", "recipes/")) for name in names)
     assert wheel.stat().st_size < 6e6
     with tarfile.open(sdist) as archive:

@@ -1,0 +1,153 @@
+"""Benchmarks by name, from the hub or a local file.
+
+Every entry of the registry was read in public code; the columns and the number of rows that are found are checked when a
+benchmark is loaded from the hub, so that a moved data set shows at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset
+
+from ..data import (
+    MATH_PROMPT_SUFFIX,
+    READERS,
+    Row,
+    _build,
+    _field_names,
+    _load_from_hub,
+    _read,
+    _require_fields,
+    load_arithmetic,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a benchmark lies on the hub, and which of its columns are which.
+
+    Args: hub_id, config, split: of the data set; problem, answer: columns; rows: how many it has, each number allowed;
+    gold: from the answer column's value to the answer alone.
+    """
+
+    hub_id: str
+    split: str
+    problem: str
+    answer: str
+    rows: tuple[int, ...]
+    config: str | None = None
+    gold: Callable = lambda value: value
+
+
+def _after_hashes(value):
+    """GSM8K ends a worked solution with `#### answer`; a file may hold the answer alone."""
+    return (
+        value.rpartition("####")[2].strip().replace(",", "") if isinstance(value, str) and "####" in value else value
+    )
+
+
+BENCHMARKS: dict[str, Source] = {
+    "aime24": Source("HuggingFaceH4/aime_2024", "train", "problem", "answer", (30,)),
+    "aime25": Source("math-ai/aime25", "test", "problem", "answer", (30,)),
+    # The paper's 83 rows of AMC12; math-ai/amc23 has 40
+    "amc": Source("AI-MO/aimo-validation-amc", "train", "problem", "answer", (83,)),
+    "math500": Source("HuggingFaceH4/MATH-500", "test", "problem", "answer", (500,)),
+    "minerva": Source("math-ai/minervamath", "test", "question", "answer", (272,)),
+    "olympiadbench": Source("math-ai/olympiadbench", "test", "question", "final_answer", (674, 675)),
+    "gsm8k": Source("openai/gsm8k", "test", "question", "answer", (1319,), config="main", gold=_after_hashes),
+}
+# Problems of the embedded arithmetic set; its test split has no end of them
+ARITHMETIC_ROWS = 200
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A fixed list of problems.
+
+    Args: name: in file names, tables and metrics; dataset: columns `prompt` and `answer`, a row per problem; source: where it
+    came from, for the record.
+    """
+
+    name: str
+    dataset: Dataset
+    source: str = "given as a data set"
+
+
+def known_benchmarks() -> list[str]:
+    """Names that `load_benchmark` takes besides those of files."""
+    return [*BENCHMARKS, "arithmetic"]
+
+
+def load_benchmark(
+    name: str,
+    problem: str | None = None,
+    answer: str | None = None,
+    suffix: str | None = None,
+    system_prompt: str | None = None,
+    conversational: bool = True,
+    max_rows: int | None = None,
+) -> Benchmark:
+    """A benchmark by what a user writes.
+
+    Args:
+        name: a name of `known_benchmarks()`, `name@revision` (commit or tag on the hub), `name=file` (a local file in the
+            hub's place) or a local file, whose stem becomes the name.
+        problem, answer: columns of a local file. Default: those of the hub data set where the file has them, else `problem`
+            (or `prompt`) and `answer`.
+        suffix: text put behind every problem. Default: for the math benchmarks the one that training on MATH uses, for
+            arithmetic and own files none.
+        system_prompt, conversational: as in `load_problems`.
+        max_rows: keep only the first rows.
+
+    Raises: FileNotFoundError; ValueError that says what was looked for and what was found.
+    """
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows is {max_rows}; expected at least 1")
+    written = name
+    name, _, path = written.partition("=")
+    name, _, revision = name.partition("@")
+    if name not in known_benchmarks() and not path:
+        if Path(written).suffix.lower() not in READERS:
+            raise ValueError(
+                f"unknown benchmark {written!r}; known: {', '.join(known_benchmarks())}, or give a local file "
+                f"({', '.join(READERS)})"
+            )
+        path, name, revision = written, Path(written).stem, ""
+    if revision and (path or name not in BENCHMARKS):
+        raise ValueError(f"benchmark {written!r}: only a hub data set has a revision")
+    options = {"system_prompt": system_prompt, "conversational": conversational}
+    if name == "arithmetic" and not path:
+        dataset = load_arithmetic("test", n=max_rows or ARITHMETIC_ROWS, suffix=suffix, **options)
+        return Benchmark(name, dataset, "embedded, split 'test'")
+
+    known = BENCHMARKS.get(name)
+    rows, source = (_read(path), path) if path else _from_hub(name, known, revision)
+    found = _field_names(rows)
+    problem = problem or _first([known.problem] if known else [], ["problem", "prompt"], found)
+    answer = answer or _first([known.answer] if known else [], ["answer"], found)
+    _require_fields(rows, source, (problem, answer), "Name the right ones with problem_field and answer_field")
+    gold = known.gold if known else lambda value: value
+    rows = [(where, {problem: row.get(problem), answer: gold(row.get(answer))}) for where, row in rows[:max_rows]]
+    if suffix is None and known:
+        suffix = MATH_PROMPT_SUFFIX
+    return Benchmark(name, _build(rows, source, problem, answer, suffix, **options), source)
+
+
+def _from_hub(name: str, known: Source, revision: str) -> tuple[list[Row], str]:
+    source = f"{known.hub_id}, split {known.split!r}" + (f", revision {revision}" if revision else "")
+    rows = _load_from_hub(
+        known.hub_id, known.split, revision or None, f"Give a local file with {name}=FILE", known.config
+    )
+    if len(rows) not in known.rows:
+        raise ValueError(
+            f"{name} ({source}): {len(rows)} rows found, {' or '.join(map(str, known.rows))} expected. Pin a revision with "
+            f"{name}@REVISION, or give a local file with {name}=FILE"
+        )
+    return rows, source
+
+
+def _first(registered: list[str], usual: list[str], found: list[str]) -> str:
+    """The first of the names that was found; the first of all where none was, for the error to name."""
+    names = [*registered, *usual]
+    return next((name for name in names if name in found), names[0])

@@ -1,0 +1,41 @@
+"""Options of a command from its YAML file and its command line, on TRL's parser."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+from trl import TrlParser
+
+from .cli import InputError
+
+
+def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tuple:
+    """Instances of dataclasses from `--config FILE` and the command line; the command line beats the file, the file the
+    defaults.
+
+    Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name.
+    Raises: InputError: unknown key (named, with the nearest known one), missing file, or a value that a field refuses.
+    """
+    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
+    if "--config" in argv:
+        at = argv.index("--config") + 1
+        if at == len(argv) or not Path(argv[at]).is_file():
+            raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
+    parser = TrlParser(configs, prog=prog, allow_abbrev=False)
+    try:
+        *parsed, from_file, from_line = parser.parse_args_and_config(
+            argv, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except yaml.YAMLError as error:
+        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    for where, unknown in (("config file", from_file), ("command line", from_line)):
+        if unknown:
+            known = [f.name for config in configs for f in fields(config)]
+            near = difflib.get_close_matches(unknown[0].removeprefix("--").replace("-", "_"), known, n=1)
+            suggestion = f" (did you mean {near[0]}?)" if near else ""
+            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{suggestion}")
+    return tuple(parsed)
