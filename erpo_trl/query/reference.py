@@ -6,7 +6,7 @@ autocast), so that the drift at step 0 is 0 whatever they are.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,34 @@ class ScoringReport:
             f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
             f"{self.mean_nll:.3f} nats"
         )
+
+
+class TokenRows:
+    """Token ids of many rows at 4 bytes a token, instead of an array object each.
+
+    Args:
+        batches: of rows.
+
+    Attributes:
+        lengths: (N,) tokens of each row.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Sequence[int]]]):
+        lengths, parts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
+        for rows in batches:
+            lengths.append(np.fromiter(map(len, rows), np.int64, len(rows)))
+            parts.append(np.concatenate([np.empty(0, np.int32), *(np.asarray(row, dtype=np.int32) for row in rows)]))
+        self._ids, self.lengths = np.concatenate(parts), np.concatenate(lengths)
+        self._starts = self.lengths.cumsum() - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        start = self._starts[row]
+        return self._ids[start : start + self.lengths[row]]
 
 
 class DatasetMapper:
@@ -196,21 +224,16 @@ class DatasetMapper:
         self.report = ScoringReport(rows=len(kept), dropped=len(ids) - len(kept))
         if len(kept) < len(ids):
             dataset = dataset.select(kept)
-            ids = [ids[i] for i in kept]
+            ids = TokenRows([[ids[row] for row in kept]])
 
-        keys = np.array([query_key(row) for row in ids], dtype=np.int64)
-        names = [row_fingerprint(reference.fingerprint, key) for key in keys.tolist()]
+        keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
-            columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], names, ids)
-            known = np.array(
-                [
-                    found == name and logps is not None and len(logps) == len(row) - 1
-                    for found, logps, name, row in columns
-                ],
-                dtype=bool,
-            )
-        scorable = np.array([len(row) > 1 for row in ids], dtype=bool)
+            columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], keys, ids.lengths)
+            for row, (found, logps, key, length) in enumerate(columns):
+                name = row_fingerprint(reference.fingerprint, int(key))
+                known[row] = found == name and logps is not None and len(logps) == length - 1
+        scorable = ids.lengths > 1
 
         distinct, first = np.unique(keys[scorable], return_index=True)
         rows = np.flatnonzero(scorable)[first]
@@ -221,7 +244,7 @@ class DatasetMapper:
         self.report.unscorable = int((~scorable).sum())
         self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
 
-        mapped = self._attach(dataset, table, keys, names, known, scorable, mean_nll)
+        mapped = self._attach(dataset, table, keys, known, scorable, mean_nll)
         logger.info(str(self.report))
         return mapped.with_format(layout) if layout else mapped
 
@@ -265,9 +288,14 @@ class DatasetMapper:
             **(self.config.chat_template_kwargs or {}),
         )["input_ids"]
 
-    def _all_ids(self, dataset: Dataset) -> list[np.ndarray]:
-        ids = []
-        prompts = dataset.select_columns("prompt")
+    def _all_ids(self, dataset: Dataset) -> "TokenRows":
+        ids = TokenRows(self._tokenized(dataset.select_columns("prompt")))
+        if not ids.lengths.all():
+            row = int(np.flatnonzero(ids.lengths == 0)[0])
+            raise ValueError(f"Row {row} of the data set has an empty prompt: remove it.")
+        return ids
+
+    def _tokenized(self, prompts: Dataset) -> Iterator[list[Sequence[int]]]:
         for start in range(0, len(prompts), _ROWS_PER_CALL):
             batch = prompts[start : start + _ROWS_PER_CALL]["prompt"]
             try:
@@ -275,11 +303,7 @@ class DatasetMapper:
             except Exception:
                 self._name_untokenisable_row(batch, start)
                 raise
-            ids += [np.asarray(row, dtype=np.int64) for row in rows]
-        for row, row_ids in enumerate(ids):
-            if not len(row_ids):
-                raise ValueError(f"Row {row} of the data set has an empty prompt: remove it.")
-        return ids
+            yield rows
 
     def _name_untokenisable_row(self, batch: list, start: int) -> None:
         """Raise for the first prompt of `batch` that cannot be tokenised by itself."""
@@ -303,14 +327,14 @@ class DatasetMapper:
         room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
         return context - room, f"a context of {context} tokens, {room} of them for the completion"
 
-    def _fitting_rows(self, ids: list[np.ndarray]) -> list[int]:
+    def _fitting_rows(self, ids: "TokenRows") -> list[int]:
         """Indices of the rows whose prompt leaves room to answer; the others are named in a warning."""
         limit, reason = self.prompt_limit()
         if limit is None:
             return list(range(len(ids)))
-        kept = [row for row, row_ids in enumerate(ids) if len(row_ids) <= limit]
+        kept = np.flatnonzero(ids.lengths <= limit).tolist()
         if len(kept) < len(ids):
-            dropped = sorted(set(range(len(ids))) - set(kept))
+            dropped = np.flatnonzero(ids.lengths > limit).tolist()
             message = (
                 f"{len(dropped)} of {len(ids)} rows have prompts of more than {limit} tokens ({reason}): rows "
                 f"{', '.join(map(str, dropped[:10]))}{', …' if len(dropped) > 10 else ''}"
@@ -381,7 +405,8 @@ class DatasetMapper:
 
     # ---- columns
 
-    def _attach(self, dataset, table, keys, names, known, scorable, mean_nll) -> Dataset:
+    def _attach(self, dataset, table, keys, known, scorable, mean_nll) -> Dataset:
+        reference = table.folder.name
         column = dataset["ref_query_logps"] if known.any() else None
         held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
 
@@ -392,7 +417,7 @@ class DatasetMapper:
             source = row if known[row] else held.get(key)
             return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
 
-        nll = np.array([abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))])
+        nll = np.fromiter((abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))), float, len(keys))
         if not np.isfinite(nll).all():
             row = int(np.flatnonzero(~np.isfinite(nll))[0])
             raise ValueError(
@@ -414,11 +439,11 @@ class DatasetMapper:
                 "ref_query_logps": [logps_of(row) for row in rows],
                 "ref_query_nll": nll[rows].astype(np.float32),
                 "query_weight": weights[rows].astype(np.float32),
-                "query_fingerprint": [names[row] for row in rows],
+                "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
             }
 
         name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, names[0], repr((self.config.query_weight, self.config.query_weight_clip))):
+        for part in (dataset._fingerprint, reference, repr((self.config.query_weight, self.config.query_weight_clip))):
             name.update(part.encode())
         for array in (keys, nll, weights):
             name.update(np.ascontiguousarray(array).tobytes())
