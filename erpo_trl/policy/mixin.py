@@ -78,7 +78,8 @@ class TrustRegionMixin:
         # Per completion of the generation at hand, what the rollout said about the likeliest tokens
         self._rollout_topk: list[tuple[Tensor, Tensor]] = []
         self._refuse_unmoved_policy()
-        if (config.trust_region_delta or 0.0) >= 1 and self._region.over == "shift":
+        bounded = self._region.over == "shift" or config.trust_region == "dppo_topk_tv"
+        if (config.trust_region_delta or 0.0) >= 1 and bounded:
             logger.warning(
                 f"trust_region_delta={config.trust_region_delta:g}: |π - μ| never exceeds 1, so the boundary is out of reach "
                 "and the region only dampens the gradient. DRPO's authors run 12.5; a boundary needs a value below 1."
