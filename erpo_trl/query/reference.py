@@ -6,11 +6,10 @@ autocast), so that the drift at step 0 is 0 whatever they are.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 import xxhash
@@ -26,6 +25,7 @@ from trl.data_utils import is_conversational
 
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
+from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
 from .table import ReferenceTable
@@ -92,34 +92,6 @@ class ScoringReport:
             f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
             f"{self.mean_nll:.3f} nats"
         )
-
-
-class TokenRows:
-    """Token ids of many rows at 4 bytes a token, instead of an array object each.
-
-    Args:
-        batches: of rows.
-
-    Attributes:
-        lengths: (N,) tokens of each row.
-    """
-
-    def __init__(self, batches: Iterable[Sequence[Sequence[int]]]):
-        lengths, parts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
-        for rows in batches:
-            lengths.append(np.fromiter(map(len, rows), np.int64, len(rows)))
-            parts.append(np.concatenate([np.empty(0, np.int32), *(np.asarray(row, dtype=np.int32) for row in rows)]))
-        self._ids, self.lengths = np.concatenate(parts), np.concatenate(lengths)
-        self._starts = self.lengths.cumsum() - self.lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        start = self._starts[row]
-        return self._ids[start : start + self.lengths[row]]
 
 
 class DatasetMapper:
@@ -213,7 +185,7 @@ class DatasetMapper:
             ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
-        _require_mappable(dataset)
+        require_mappable(dataset, REFERENCE_FEATURES)
         # Formats (numpy, torch) change what rows look like to the tokenizer; they are put back at the end
         layout, dataset = dataset.format["type"], dataset.with_format(None)
         reference, settings = (self.reference, None) if self.reference else self._present_reference()
@@ -288,7 +260,7 @@ class DatasetMapper:
             **(self.config.chat_template_kwargs or {}),
         )["input_ids"]
 
-    def _all_ids(self, dataset: Dataset) -> "TokenRows":
+    def _all_ids(self, dataset: Dataset) -> TokenRows:
         ids = TokenRows(self._tokenized(dataset.select_columns("prompt")))
         if not ids.lengths.all():
             row = int(np.flatnonzero(ids.lengths == 0)[0])
@@ -327,7 +299,7 @@ class DatasetMapper:
         room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
         return context - room, f"a context of {context} tokens, {room} of them for the completion"
 
-    def _fitting_rows(self, ids: "TokenRows") -> list[int]:
+    def _fitting_rows(self, ids: TokenRows) -> list[int]:
         """Indices of the rows whose prompt leaves room to answer; the others are named in a warning."""
         limit, reason = self.prompt_limit()
         if limit is None:
@@ -450,7 +422,7 @@ class DatasetMapper:
         # Without declared features, a first batch of empty lists or of ints would fix a wrong type
         features = dataset.features.copy()
         features.update(REFERENCE_FEATURES)
-        with _progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
+        with progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
             return dataset.map(
                 attach,
                 batched=True,
@@ -459,41 +431,3 @@ class DatasetMapper:
                 new_fingerprint=name.hexdigest(),
                 desc="Attaching the reference",
             )
-
-
-def _require_mappable(dataset) -> None:
-    """Raise, with what to do, for what cannot get columns."""
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"DatasetMapper maps a datasets.Dataset, found {type(dataset).__name__}: map the splits of a DatasetDict one by "
-            "one. A trainer takes a stream as it is and scores its rows as they arrive."
-        )
-    if dataset.format["type"] == "custom":
-        raise ValueError(
-            "The data set has a transform (set_transform), which would hide the reference columns: apply it with "
-            "dataset.map(...) first."
-        )
-    names = dataset.column_names
-    if "prompt" not in names:
-        raise ValueError(f"The data set has no column 'prompt'; it has {names}.")
-    taken = [name for name in REFERENCE_FEATURES if name in names]
-    if taken and len(taken) < len(REFERENCE_FEATURES):
-        raise ValueError(
-            f"The data set has {', '.join(taken)} but not all of {', '.join(REFERENCE_FEATURES)}: these names belong to "
-            "DatasetMapper. Rename your column, or remove what is left of an earlier mapping."
-        )
-    if not len(dataset):
-        raise ValueError("The data set has no rows.")
-
-
-@contextlib.contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    """`Dataset.map` has no switch of its own for its progress bar."""
-    before = datasets.are_progress_bars_disabled()
-    if not shown:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not before:
-            datasets.enable_progress_bars()

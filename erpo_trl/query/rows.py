@@ -1,0 +1,74 @@
+"""Rows of a data set on their way to the reference: what can be mapped, and token ids without an object a row."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import datasets
+import numpy as np
+from datasets import Dataset
+
+
+class TokenRows:
+    """Token ids of many rows at 4 bytes a token, instead of an array object each.
+
+    Args:
+        batches: of rows.
+
+    Attributes:
+        lengths: (N,) tokens of each row.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Sequence[int]]]):
+        lengths, parts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
+        for rows in batches:
+            lengths.append(np.fromiter(map(len, rows), np.int64, len(rows)))
+            parts.append(np.concatenate([np.empty(0, np.int32), *(np.asarray(row, dtype=np.int32) for row in rows)]))
+        self._ids, self.lengths = np.concatenate(parts), np.concatenate(lengths)
+        self._starts = self.lengths.cumsum() - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        start = self._starts[row]
+        return self._ids[start : start + self.lengths[row]]
+
+
+def require_mappable(dataset, reserved) -> None:
+    """Raise, with what to do, for what cannot get the columns named in `reserved`."""
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"DatasetMapper maps a datasets.Dataset, found {type(dataset).__name__}: map the splits of a DatasetDict one by "
+            "one. A trainer takes a stream as it is and scores its rows as they arrive."
+        )
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            "The data set has a transform (set_transform), which would hide the reference columns: apply it with "
+            "dataset.map(...) first."
+        )
+    names = dataset.column_names
+    if "prompt" not in names:
+        raise ValueError(f"The data set has no column 'prompt'; it has {names}.")
+    taken = [name for name in reserved if name in names]
+    if taken and len(taken) < len(reserved):
+        raise ValueError(
+            f"The data set has {', '.join(taken)} but not all of {', '.join(reserved)}: these names belong to "
+            "DatasetMapper. Rename your column, or remove what is left of an earlier mapping."
+        )
+    if not len(dataset):
+        raise ValueError("The data set has no rows.")
+
+
+@contextlib.contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """`Dataset.map` has no switch of its own for its progress bar."""
+    before = datasets.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
