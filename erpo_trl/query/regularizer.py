@@ -221,7 +221,7 @@ class QueryRegularizerMixin(ResumeMixin):
         for row, column in enumerate(columns):
             logps = column["ref_query_logps"]
             if len(logps):
-                ref_logps[row, width - len(logps) :] = torch.as_tensor(logps, dtype=torch.float32)
+                ref_logps[row, width - len(logps) :] = torch.tensor(logps, dtype=torch.float32)
         weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
         batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
         batch["query_weight"] = weight
