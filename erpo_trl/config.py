@@ -241,6 +241,10 @@ class ERPOConfig(GRPOConfig):
         for name, value in (_DEFAULTS | PRESETS[self.preset]).items():
             if getattr(self, name) is None:
                 setattr(self, name, list(value) if isinstance(value, tuple) else value)
+        # On the command line a switch is text
+        self.scale_rewards = {"true": True, "false": False}.get(str(self.scale_rewards).lower(), self.scale_rewards)
+        if not isinstance(self.scale_rewards, bool):
+            _require_one_of("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         super().__post_init__()
 
         _require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
@@ -286,6 +290,12 @@ class ERPOConfig(GRPOConfig):
         """Refuse checkpoints inside a generation batch, whose completions a checkpoint does not hold."""
         generate_every = self.steps_per_generation * self.num_iterations
         window = generation_window(generate_every, self.gradient_accumulation_steps)
+        if window > 1 and (self.save_strategy == "best" or (self.save_strategy == "steps" and self.save_steps < 1)):
+            found = "save_strategy='best'" if self.save_strategy == "best" else f"save_steps={self.save_steps:g}"
+            raise ValueError(
+                f"{found} would save inside generation batches, from where a run cannot be resumed: each spans {window} "
+                f"optimizer steps. Set save_strategy='steps' and save_steps to a multiple of {window}."
+            )
         if self.save_strategy != "steps" or self.save_steps < 1 or self.save_steps % window == 0:
             return
         reason = f"each generation batch spans {window} optimizer steps"
@@ -297,7 +307,7 @@ class ERPOConfig(GRPOConfig):
         if self.save_steps == self.__dataclass_fields__["save_steps"].default:
             # Nobody chose the default
             self.save_steps = below + window
-            logger.info(f"save_steps={self.save_steps}: {reason}.")
+            logger.warning(f"save_steps is {self.save_steps} in place of the default: {reason}.")
             return
         raise ValueError(
             f"save_steps={int(self.save_steps)} would save inside a generation batch, from where a run cannot be resumed: "
@@ -308,11 +318,19 @@ class ERPOConfig(GRPOConfig):
         _require_one_of("trust_region", self.trust_region, ("ratio_clip", *REGIONS))
         for name in ("delta", "delta_low", "delta_high", "ratio_cap", "coef", "delta_target", "delta_rate"):
             value = getattr(self, f"trust_region_{name}")
-            if value is not None and not _number(f"trust_region_{name}", value) > 0:
+            if value is None:
+                continue
+            if not _number(f"trust_region_{name}", value) > 0:
                 raise ValueError(f"trust_region_{name} must be > 0, found {value}.")
+            setattr(self, f"trust_region_{name}", float(value))
+        self.spo_epsilon = _number("spo_epsilon", self.spo_epsilon)
         if not self.spo_epsilon > 0:
-            raise ValueError(f"spo_epsilon must be > 0, found {self.spo_epsilon}.")
-        if not isinstance(self.trust_region_topk, int) or self.trust_region_topk < 1:
+            raise ValueError(f"spo_epsilon must be > 0, found {self.spo_epsilon:g}.")
+        if not isinstance(self.trust_region_check_rollout, bool):
+            raise ValueError(
+                f"trust_region_check_rollout must be true or false, found {self.trust_region_check_rollout!r}."
+            )
+        if type(self.trust_region_topk) is not int or self.trust_region_topk < 1:
             raise ValueError(f"trust_region_topk must be a whole number >= 1, found {self.trust_region_topk!r}.")
         over = "nothing" if self.trust_region == "ratio_clip" else REGIONS[self.trust_region].over
         self._check_adaptive_radius(over)
@@ -348,6 +366,11 @@ class ERPOConfig(GRPOConfig):
             value = getattr(self, f"trust_region_delta_{name}")
             if value > 1:
                 raise ValueError(f"trust_region_delta_{name} must be in (0, 1], found {value}.")
+        if (self.trust_region_delta or 0.0) > 1:
+            raise ValueError(
+                f"trust_region_delta_target keeps δ within [1e-4, 1]: set trust_region_delta to at most 1 to start from, found "
+                f"{self.trust_region_delta:g}."
+            )
         if over != "shift":
             names = ", ".join(name for name, region in REGIONS.items() if region.over == "shift")
             raise ValueError(
@@ -369,6 +392,8 @@ def _require_one_of(name: str, value, allowed) -> None:
 def _number(name: str, value) -> float:
     """YAML 1.1 reads `1e-3` as text; fields declared float are cast by the parser, list items are not."""
     try:
+        if isinstance(value, bool):
+            raise TypeError("a switch is no number")
         return float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number, found {value!r}.") from error

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
         raise InputError(str(error)) from error
     settings = ", ".join(f"{name}={value}" for name, value in mapper.head_settings().items())
     trainer.accelerator.print(
-        f"{mapper.report}\n"
+        "\n".join(f"{part.capitalize()} data: {report}" for part, report in trainer.scoring_reports) + "\n"
         f"Table: {os.path.abspath(mapper.cache_dir / mapper.reference.fingerprint)} ({settings})\n"
         f"Training with the same recipe finds it with --reference_cache_dir {os.path.abspath(mapper.cache_dir)}"
     )

@@ -138,7 +138,7 @@ def describe(trainer: ERPOTrainer) -> str:
     # ZeRO-3 leaves empty tensors behind and keeps their size beside them
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in parameters]
     held = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()}))
-    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else held
     return (
         f"Training {sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters, weights in "
         f"{held}, computing in {compute}, on {accelerator.num_processes} x {accelerator.device.type} "

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import (
     UNEQUAL,
+    byte_tokenizer,
     count_forwards,
     fixed_rollouts,
     logged,
@@ -180,3 +182,64 @@ def test_evaluation_rows_arrive_too(tmp_path):
 def test_bad_settings_are_refused(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **fields)
+
+
+def test_evaluation_rows_have_the_same_limit(tmp_path):
+    """Long evaluation prompts are left out as long training prompts are, whichever way their rows get their columns."""
+    for evaluation in (
+        prompts_dataset(["2+2=", "x" * 300]),
+        prompts_dataset(["2+2=", "x" * 300]).to_iterable_dataset(),
+    ):
+        trainer = make_trainer(
+            tmp_path,
+            dataset=prompts_dataset(ROWS).to_iterable_dataset(),
+            rollout=fixed_rollouts(),
+            trainer_kwargs={"eval_dataset": evaluation},
+            **SETTINGS | {"max_steps": 1, "per_device_eval_batch_size": 4, "max_prompt_length": 20},
+        )
+        trainer.train()
+        assert trainer.evaluate()["eval_query/nll"] < 60
+
+
+def test_the_limit_follows_the_tokenizer(tmp_path):
+    """A set on disk is limited by today's tokens, not by those of an earlier run with another tokenizer."""
+    path = tmp_path / "data.json"
+    path.write_text("\n".join(f'{{"prompt": "{prompt}"}}' for prompt in ROWS))
+    limit = len(ROWS[0])
+    kept = []
+    for bos in (False, True):
+        trainer = make_trainer(
+            tmp_path,
+            dataset=Dataset.from_json(str(path), cache_dir=str(tmp_path / "cache")),
+            tokenizer=byte_tokenizer(bos=bos),
+            **SETTINGS | {"max_prompt_length": limit, "reference_sample_size": 2},
+        )
+        trainer.prepare_reference()
+        lengths = [len(ids) for ids in trainer._tokenize_prompts(trainer.train_dataset["prompt"][:])[0]]
+        assert max(lengths) <= limit
+        kept.append(len(lengths))
+    assert kept[0] > kept[1]
+
+
+def test_too_little_data_is_said(tmp_path):
+    """A stream shorter than a generation batch would end at step 0 without a word."""
+    trainer = make_trainer(
+        tmp_path, dataset=prompts_dataset(ROWS[:1]).to_iterable_dataset(), rollout=fixed_rollouts(), **SETTINGS
+    )
+    with pytest.raises(ValueError, match=r"no step: the data holds less than one generation batch \(2 prompts\)"):
+        trainer.train()
+
+
+def test_another_sample_size_on_resume_is_named(tmp_path):
+    """Not the data, which is the same."""
+    run(
+        tmp_path,
+        prompts_dataset(ROWS),
+        tiny_model("qwen2"),
+        reference_sample_size=3,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    resumed = make_trainer(tmp_path, dataset=prompts_dataset(ROWS), rollout=fixed_rollouts(), **SETTINGS)
+    with pytest.raises(ValueError, match="trained with: reference_sample_size"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

@@ -231,6 +231,12 @@ def test_split_sampled():
     sampled, [(ids, logps)] = split_sampled([[[-0.1, -2.5, -9.0], [-0.5, None]]], [[[5, 7, 9], [4, 3]]], [[9, 4]], 2)
     assert sampled == [[-9.0, -0.5]]
     assert ids.tolist() == [[5, 7], [4, -1]] and logps.tolist() == [[pytest.approx(-0.1), -2.5], [-0.5, 0.0]]
+    # Tensors are taken too, and a repeated id counts once
+    ids, logps = torch.tensor([[5, 7, 7]]), torch.tensor([[-0.5, -1.0, -1.0]])
+    _, [(ids, logps)] = split_sampled([logps], [ids], [torch.tensor([7])], 3)
+    assert ids.tolist() == [[5, 7, -1]] and logps.tolist() == [[-0.5, -1.0, 0.0]]
+    with pytest.raises(ValueError, match="token 0: 1 logprobs for 2 logprob_token_ids"):
+        split_sampled([[[-0.1]]], [[[5, 6]]], [[5]], 1)
     with pytest.raises(ValueError, match="completion 0, token 1: logprob_token_ids does not list the sampled id 8"):
         split_sampled([[[-0.1], [-0.2]]], [[[5], [6]]], [[5, 8]], 1)
     with pytest.raises(ValueError, match="completion 0: logprobs for 1 tokens and logprob_token_ids for 1, but 2"):

@@ -205,6 +205,13 @@ def test_on_policy_is_refused(tmp_path, region):
         ({"trust_region": "spo", "beta": 0.1}, "use_bias_correction_kl multiplies the Policy-KL"),
         ({"trust_region": "drpo_tv"}, "needs its radius: set trust_region_delta"),
         ({"trust_region": "dppo_topk_kl"}, "needs its radius: set trust_region_delta"),
+        ({"trust_region_delta": True}, "trust_region_delta must be a number, found True"),
+        ({"trust_region_check_rollout": "no"}, "trust_region_check_rollout must be true or false, found 'no'"),
+        ({"scale_rewards": "nonsense"}, "scale_rewards must be one of 'group', 'batch', 'none', found 'nonsense'"),
+        (
+            {"trust_region": "drpo", "trust_region_delta": 12.5, "trust_region_delta_target": 0.5},
+            "set trust_region_delta to at most 1",
+        ),
         ({"trust_region_topk": 0}, "trust_region_topk must be a whole number >= 1, found 0"),
         (
             {"trust_region": "spo", "trust_region_delta_target": 0.5},
@@ -507,6 +514,8 @@ def test_topk_takes_the_sampled_log_probs_from_the_engine(tmp_path, engine):
         ({"top_p": 0.9}, "renormalises over the tokens that top_p=0.9 leave.*Set top_p=1.0"),
         ({"top_k": 20, "min_p": 0.1}, "top_k=20, min_p=0.1 leave.*Set top_k=0, min_p=None"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"generation_kwargs": {"top_p": 0.8}}, "top_p=0.8 leave"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs sets temperature=0.5"),
         ({"trust_region": "dppo_topk_tv", "trust_region_topk": 50}, "a colocated vLLM gives at most 20"),
     ],
 )
@@ -638,3 +647,86 @@ def test_off_policy_sequence_mask_reads_the_plain_advantage(tmp_path, raw_advant
     policy.zero_grad()
     (loss + penalty_of(policy, queries, reference, ALPHA)).backward()
     assert_grads_close(step.grads, policy, rel=3e-4)
+
+
+@pytest.mark.parametrize(
+    "setup", [{"bf16": True}, {"bf16": True, "cast_lm_head_to_fp32": True}, {"dtype": torch.bfloat16}]
+)
+def test_topk_log_probs_have_the_heads_precision(tmp_path, setup):
+    """π on a listed id is what TRL's own head says of it as a label: under autocast, with the head cast out of it, in bf16."""
+    setup = dict(setup)
+    model = tiny_model("llama", dtype=setup.pop("dtype", torch.float32), initializer_range=0.8)
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        rollout=listing_rollout(4),
+        **settings("dppo_topk_tv", num_iterations=1, max_steps=1, trust_region_topk=4, query_kl_coef=0.0)
+        | {"trust_region_check_rollout": False, "learning_rate": 0.0},
+        **setup,
+    )
+    seen = []
+    inner = trainer._weight_advantages
+    trainer._weight_advantages = lambda inputs, logps, topk: (seen.append((inputs, topk)), inner(inputs, logps, topk))
+    trainer.train()
+    [(inputs, found)] = seen
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    width = inputs["completion_ids"].shape[1]
+    for column in range(4):
+        # The same hidden states, another label: only the last position's input is not shifted by it
+        labels = torch.cat([ids[:, :-width], inputs["topk_ids"][..., column].clamp(min=0)], dim=1)
+        labels = labels.masked_fill(mask == 0, -100)
+        with torch.no_grad(), trainer.accelerator.autocast():
+            direct = trainer.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+        real = (inputs["completion_mask"] * (inputs["topk_ids"][..., column] >= 0)).bool()
+        gap = (direct[:, -width:].exp() - found[..., column].exp())[real].abs().max()
+        assert gap < 2e-3, gap
+
+
+def test_the_rollout_check_waits_for_tokens(tmp_path):
+    """Steps with few tokens, here none of them counting in the first, put the judgement off and do not replace it."""
+    calls = []
+
+    def rollout(prompts, trainer):
+        output = fixed_rollouts()(prompts, trainer)
+        calls.append(1)
+        output["logprobs"] = [[-0.05] * len(completion) for completion in output["completion_ids"]]
+        if len(calls) == 1:
+            output["env_mask"] = [[0] * len(completion) for completion in output["completion_ids"]]
+        else:
+            output["env_mask"] = [[1] * len(completion) for completion in output["completion_ids"]]
+        return output
+
+    fields = settings("drpo", num_iterations=1, max_steps=20, learning_rate=1e-4)
+    trainer = make_trainer(tmp_path, rollout=rollout, **fields)
+    with pytest.raises(ValueError, match="sharper throughout"):
+        trainer.train()
+    assert 2 < trainer.state.global_step < 10
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_tokens_the_engine_cannot_score(tmp_path, value):
+    """They count as not moved and leave metrics and weights finite."""
+
+    def rollout(prompts, trainer):
+        output = fixed_rollouts()(prompts, trainer)
+        output["logprobs"] = [[value] + [-5.0] * (len(c) - 1) for c in output["completion_ids"]]
+        return output
+
+    fields = settings("drpo", num_iterations=1, max_steps=1, trust_region_check_rollout=False)
+    trainer = make_trainer(tmp_path, rollout=rollout, **fields)
+    trainer.train()
+    assert logged(trainer, "trust_region/ratio_max")[0] < 10
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_rollout_without_log_probs_is_refused(tmp_path):
+    """With one update per generation nothing says how the policy has moved."""
+
+    def rollout(prompts, trainer):
+        return fixed_rollouts()(prompts, trainer) | {"logprobs": None}
+
+    trainer = make_trainer(tmp_path, rollout=rollout, **settings("drpo", num_iterations=1))
+    with pytest.raises(ValueError, match="rollout_func returned logprobs=None"):
+        trainer.train()
+    make_trainer(tmp_path, rollout=rollout, **settings("drpo", num_iterations=2, max_steps=2)).train()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from trl.trainer.utils import pad
 
-from .metrics import RegionMetrics
+from .metrics import RegionMetrics, StepMoves
 from .radius import adapt_radius
 from .rollout import refuse_filtered_log_probs, refuse_one_sided_rollout
 from .topk import captured_head, policy_logps, split_sampled
@@ -77,6 +77,11 @@ class TrustRegionMixin:
         self._region = REGIONS[config.trust_region]
         # Per completion of the generation at hand, what the rollout said about the likeliest tokens
         self._rollout_topk: list[tuple[Tensor, Tensor]] = []
+        # First steps on their rollouts, until they hold enough tokens to judge the rollout's log-probs by; None when judged
+        from_rollout = self.use_vllm or self.rollout_func is not None
+        self._unchecked_rollout: list[StepMoves] | None = (
+            [] if from_rollout and config.trust_region_check_rollout else None
+        )
         self._refuse_unmoved_policy()
         bounded = self._region.over == "shift" or config.trust_region == "dppo_topk_tv"
         if (config.trust_region_delta or 0.0) >= 1 and bounded:
@@ -102,11 +107,19 @@ class TrustRegionMixin:
 
     # ---- construction
 
+    @property
+    def _one_update_per_generation(self) -> bool:
+        generate_every = self.args.steps_per_generation * self.args.num_iterations
+        return self.args.gradient_accumulation_steps % generate_every == 0
+
     def _refuse_unmoved_policy(self) -> None:
         config = self.args
-        generate_every = config.steps_per_generation * config.num_iterations
-        on_policy = config.gradient_accumulation_steps % generate_every == 0
-        if on_policy and not self.use_vllm and self.rollout_func is None and config.trust_region != "none":
+        if (
+            self._one_update_per_generation
+            and not self.use_vllm
+            and self.rollout_func is None
+            and config.trust_region != "none"
+        ):
             raise ValueError(
                 f"trust_region={config.trust_region!r} would do nothing: with one update per generation and no rollout "
                 "log-probs the policy has not moved (r = 1) when it is updated. Set num_iterations to 2 or more, "
@@ -154,6 +167,13 @@ class TrustRegionMixin:
         def split(prompts, trainer):
             output = dict(rollout_func(prompts, trainer))
             token_ids = output.pop("logprob_token_ids", None)
+            unmoved = self._one_update_per_generation and self.args.trust_region != "none"
+            if output.get("logprobs") is None and (unmoved or self._region.over == "topk"):
+                raise ValueError(
+                    f"trust_region={self.args.trust_region!r} needs the rollout's log-probs, but rollout_func returned "
+                    "logprobs=None. Return them, or make several updates per generation (num_iterations, "
+                    "steps_per_generation) with a region other than the top-K ones."
+                )
             if token_ids is not None:
                 output["logprobs"], self._rollout_topk = split_sampled(
                     output["logprobs"], token_ids, output["completion_ids"], self.args.trust_region_topk
@@ -212,8 +232,8 @@ class TrustRegionMixin:
         log_mu = inputs.get("sampling_per_token_logps")
         if log_mu is None:
             log_mu = inputs.get("old_per_token_logps", logps)
-        # An engine that could not score a token says NaN: there the policy counts as not moved, as TRL has it
-        log_mu = torch.where(mask & ~log_mu.isnan(), log_mu, logps)
+        # An engine that could not score a token says NaN or -inf: there the policy counts as not moved, as TRL has it
+        log_mu = torch.where(mask & log_mu.isfinite(), log_mu, logps)
         advantage = inputs.get("unweighted_advantages", inputs["advantages"])
         advantage = advantage.unsqueeze(1) if advantage.dim() == 1 else advantage
         topk = None
@@ -255,9 +275,12 @@ class TrustRegionMixin:
         if mode == "eval":
             return
         config = self.args
-        from_rollout = self.use_vllm or self.rollout_func is not None
-        if from_rollout and self.state.global_step == 0 and config.trust_region_check_rollout:
-            refuse_one_sided_rollout(step, config.trust_region)
+        generate_every = config.steps_per_generation * config.num_iterations
+        first = self.state.global_step * config.gradient_accumulation_steps % generate_every == 0
+        if self._unchecked_rollout is not None and first:
+            self._unchecked_rollout.append(step)
+            if refuse_one_sided_rollout(self._unchecked_rollout, config.trust_region):
+                self._unchecked_rollout = None
         if self._radius_adapts:
             delta = adapt_radius(
                 self.region_params.delta,

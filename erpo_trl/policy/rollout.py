@@ -1,5 +1,7 @@
 """Whether a rollout's log-probs are those of the policy that is trained: same temperature, whole vocabulary."""
 
+from collections.abc import Sequence
+
 from .metrics import StepMoves
 
 # A rollout of the policy's own weights differs from it by the engine's rounding, which goes both ways. A mean |π - μ| above
@@ -14,9 +16,17 @@ def refuse_filtered_log_probs(args, logprobs_mode: str) -> None:
         args: sampling settings as in GRPOConfig.
         logprobs_mode: vLLM's; `processed_logprobs` are taken after temperature and filters, `raw_logprobs` before.
     """
+    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    if temperature != args.temperature:
+        raise ValueError(
+            f"generation_kwargs sets temperature={temperature}, the policy is read at temperature={args.temperature:g}, so "
+            f"trust_region={args.trust_region!r} would see a move that is none. Set temperature itself."
+        )
     if logprobs_mode == "processed_logprobs":
         neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
-        found = {name: getattr(args, name) for name, values in neutral.items() if getattr(args, name) not in values}
+        # What TRL hands to the engine beside its own fields beats them
+        asked = {name: getattr(args, name) for name in neutral} | (args.generation_kwargs or {})
+        found = {name: asked[name] for name, values in neutral.items() if asked[name] not in values}
         if found:
             settings = ", ".join(f"{name}={value}" for name, value in found.items())
             raise ValueError(
@@ -39,17 +49,21 @@ def refuse_filtered_log_probs(args, logprobs_mode: str) -> None:
         )
 
 
-def refuse_one_sided_rollout(step: StepMoves, trust_region: str) -> None:
+def refuse_one_sided_rollout(steps: Sequence[StepMoves], trust_region: str) -> bool:
     """Raise where rollout and policy differ although no update lies between them.
 
     Args:
-        step: the moves of the run's first optimizer step.
+        steps: the moves of optimizer steps that each were the first on their rollout.
+
+    Returns: whether they held enough tokens to tell.
     """
-    if step.tokens < _TOKENS:
-        return
-    mean_shift, mean_signed = step.shift_sum / step.tokens, step.signed_sum / step.tokens
+    tokens = sum(step.tokens for step in steps)
+    if tokens < _TOKENS:
+        return False
+    mean_shift = sum(step.shift_sum for step in steps) / tokens
+    mean_signed = sum(step.signed_sum for step in steps) / tokens
     if mean_shift < _MEAN_SHIFT or abs(mean_signed) < _ONE_SIDED * mean_shift:
-        return
+        return True
     sharper = "sharper" if mean_signed < 0 else "flatter"
     raise ValueError(
         f"The rollout's log-probs are not the policy's: before any update |π - μ| is {mean_shift:.3g} on average, and π - μ "

@@ -32,6 +32,9 @@ def split_sampled(
     """
     sampled, sets = [], []
     for row, (row_logprobs, row_ids, completion) in enumerate(zip(logprobs, token_ids, completion_ids, strict=True)):
+        row_logprobs, row_ids, completion = (
+            x.tolist() if hasattr(x, "tolist") else x for x in (row_logprobs, row_ids, completion)
+        )
         if not len(row_logprobs) == len(row_ids) == len(completion):
             raise ValueError(
                 f"Rollout of completion {row}: logprobs for {len(row_logprobs)} tokens and logprob_token_ids for "
@@ -41,14 +44,20 @@ def split_sampled(
         values = torch.zeros(len(completion), k)
         own = []
         for place, (entry_logprobs, entry_ids, token) in enumerate(zip(row_logprobs, row_ids, completion)):
-            known = dict(zip(entry_ids, entry_logprobs, strict=True))
+            if len(entry_ids) != len(entry_logprobs):
+                raise ValueError(
+                    f"Rollout of completion {row}, token {place}: {len(entry_logprobs)} logprobs for {len(entry_ids)} "
+                    "logprob_token_ids."
+                )
+            known = dict(zip(entry_ids, entry_logprobs))
             if token not in known:
                 raise ValueError(
                     f"Rollout of completion {row}, token {place}: logprob_token_ids does not list the sampled id {token}; the "
                     "sampled token must be among those with a log-prob."
                 )
             own.append(known[token])
-            entries = [(i, logprob) for i, logprob in zip(entry_ids, entry_logprobs) if logprob is not None][:k]
+            # A padded list may repeat an id, which would count twice
+            entries = [(i, logprob) for i, logprob in known.items() if logprob is not None][:k]
             for column, (i, logprob) in enumerate(entries):
                 ids[place, column], values[place, column] = i, logprob
         sampled.append(own)
@@ -63,7 +72,7 @@ class HeadRows:
     Args:
         hidden: (N, H) hidden states of the projected positions.
         ids: (U,) sorted ids whose rows are kept; weight: (U, H); bias: (U,) or None.
-        temperature, softcap, scale: what the head does to the logits.
+        temperature, softcap, scale: what the head does to the logits; autocast: whether it projects under autocast.
     """
 
     hidden: Tensor
@@ -73,9 +82,10 @@ class HeadRows:
     temperature: float
     softcap: float | None
     scale: float
+    autocast: bool
 
     def logits(self, positions: Tensor, ids: Tensor) -> Tensor:
-        """Logits as the head's softmax sees them, float32.
+        """Logits as the head's softmax sees them, in its precision, given back in float32.
 
         Args:
             positions: (M,) rows of `hidden`; ids: (M, K) token ids, each among `self.ids`.
@@ -87,8 +97,10 @@ class HeadRows:
         parts = []
         for start in range(0, len(positions), step):
             part = slice(start, start + step)
-            weight = self.weight[rows[part]].float()  # (m, K, H)
-            logits = torch.einsum("mh,mkh->mk", self.hidden[positions[part]].float(), weight)
+            hidden = self.hidden[positions[part]]
+            with torch.autocast(hidden.device.type, enabled=self.autocast):
+                logits = torch.einsum("mh,mkh->mk", hidden, self.weight[rows[part]].to(hidden.dtype))
+            logits = logits.float()
             if self.bias is not None:
                 logits = logits + self.bias[rows[part]].float()
             parts.append(logits)
@@ -120,6 +132,7 @@ def captured_head(ids: Tensor) -> Iterator[list[HeadRows]]:
                     temperature,
                     softcap,
                     scale,
+                    torch.is_autocast_enabled(hidden.device.type),
                 )
             )
             return kernel.apply(hidden, weight, bias, labels, temperature, chunk, softcap, scale, outputs)

@@ -23,7 +23,7 @@ from .fingerprint import base_model, query_key, row_fingerprint
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
 from .metrics import QueryMetrics
 from .owners import settle_owners
-from .reference import REFERENCE_FEATURES, DatasetMapper
+from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
 from .sharding import prepared_for_scoring, training_precision
 from .window import generation_window
@@ -64,6 +64,9 @@ class QueryRegularizerMixin(ResumeMixin):
         self._arrival: ArrivingReference | None = None
         self._arrived_batches = 0  # generation batches that s̄ of a stream rests on, from a checkpoint
         self._reference_ready = False
+        self.scoring_reports: list[
+            tuple[str, ScoringReport]
+        ] = []  # of the mappings so far: training or evaluation, report
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
         self._step_batches: list = []  # raw generation batches of the optimizer step at hand
@@ -108,6 +111,7 @@ class QueryRegularizerMixin(ResumeMixin):
             if isinstance(self.train_dataset, Dataset) and self.args.reference_sample_size is None:
                 self.train_dataset = self.dataset_mapper(self.train_dataset, self._mean_nll)
                 self._mean_nll = self.dataset_mapper.report.mean_nll
+                self.scoring_reports.append(("training", self.dataset_mapper.report))
             elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
                 self._score_on_arrival(known)
             if isinstance(self.train_dataset, Dataset):
@@ -126,9 +130,7 @@ class QueryRegularizerMixin(ResumeMixin):
                 "The checkpoint's rows are scored as they arrive, which needs the model that the run started from; this one is "
                 "another. Give the trainer the pre-RL model; the checkpoint's weights are loaded by themselves."
             )
-        limit, _ = mapper.prompt_limit()
-        if limit is not None:
-            self.train_dataset = drop_long_prompts(self.train_dataset, mapper.tokenize, limit)
+        self.train_dataset = self._without_long_prompts(self.train_dataset)
         sample = self.args.reference_sample_size
         if sample is not None and self._mean_nll is None:
             rows = sample_prompts(self.train_dataset, sample, self.args.seed)
@@ -138,6 +140,10 @@ class QueryRegularizerMixin(ResumeMixin):
         mean = RunningMean(decay, self._mean_nll, self._arrived_batches)
         self._arrival = ArrivingReference(mapper, self.accelerator, mean)
         self._arrival.keep_reference()
+
+    def _without_long_prompts(self, dataset):
+        limit, _ = self.dataset_mapper.prompt_limit()
+        return dataset if limit is None else drop_long_prompts(dataset, self.dataset_mapper.tokenize, limit)
 
     def extra_state(self) -> dict:
         return {"arrived_batches": self._arrival.mean.batches if self._arrival else 0}
@@ -150,9 +156,13 @@ class QueryRegularizerMixin(ResumeMixin):
 
     def _map_evaluation(self, dataset):
         """The data set with its columns, which rows that are scored on arrival go without; it comes back at every evaluation."""
+        if self._arrival is not None and isinstance(dataset, IterableDataset):
+            return self._without_long_prompts(dataset)
         if not isinstance(dataset, Dataset) or not len(dataset) or dataset._fingerprint in self._mapped_evaluation:
             return dataset
         if self._arrival is not None:
+            dataset = self._without_long_prompts(dataset)
+            self._mapped_evaluation.add(dataset._fingerprint)
             return dataset
         if self._mean_nll is None:
             # A stream with columns: its mean NLL is known to whoever mapped it
@@ -163,6 +173,7 @@ class QueryRegularizerMixin(ResumeMixin):
                 )
             return dataset
         dataset = self.dataset_mapper(dataset, self._mean_nll)
+        self.scoring_reports.append(("evaluation", self.dataset_mapper.report))
         self._mapped_evaluation.add(dataset._fingerprint)
         return dataset
 

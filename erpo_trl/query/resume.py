@@ -104,6 +104,11 @@ class ResumeMixin:
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.remove_callback(stop)
+        if self.state.global_step == 0 < self.state.max_steps:
+            raise ValueError(
+                "Training made no step: the data holds less than one generation batch "
+                f"({self.args.generation_batch_size // self.args.num_generations} prompts), or its prompts are too long."
+            )
         if stop.agreed and self.state.global_step < self.state.max_steps:
             logger.warning(
                 f"Terminated by SIGTERM after step {self.state.global_step} of {self.state.max_steps}; the checkpoint is in "
@@ -143,7 +148,9 @@ class ResumeMixin:
 
     def _check_same_data(self, state: dict) -> None:
         changed = []
-        if state["data_fingerprint"] not in (None, self._data_fingerprint()):
+        if state.get("reference_sample_size") != self.args.reference_sample_size:
+            changed.append("reference_sample_size")
+        elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
         changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
         if not changed:
@@ -189,6 +196,7 @@ class ResumeMixin:
                 "head": self.dataset_mapper.head_settings(),
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
+                "reference_sample_size": self.args.reference_sample_size,
                 "seed": self.args.seed,
                 "shuffle_dataset": self.args.shuffle_dataset,
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
