@@ -11,6 +11,15 @@ from trl import TrlParser
 from .cli import InputError
 
 
+def first_option(argv: Sequence[str], config: type, prog: str):
+    """An instance of `config` from the same file and command line, whose other options are left alone: for an option that
+    says which the others are.
+
+    Raises: InputError: missing file, or a value that a field refuses.
+    """
+    return _read(argv, [config], prog, add_help=False)[0]
+
+
 def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tuple:
     """Instances of dataclasses from `--config FILE` and the command line; the command line beats the file, the file the
     defaults.
@@ -18,20 +27,7 @@ def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tu
     Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name.
     Raises: InputError: unknown key (named, with the nearest known one), missing file, or a value that a field refuses.
     """
-    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
-    if "--config" in argv:
-        at = argv.index("--config") + 1
-        if at == len(argv) or not Path(argv[at]).is_file():
-            raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
-    parser = TrlParser(configs, prog=prog, allow_abbrev=False)
-    try:
-        *parsed, from_file, from_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except yaml.YAMLError as error:
-        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    *parsed, from_file, from_line = _read(argv, configs, prog)
     for where, unknown in (("config file", from_file), ("command line", from_line)):
         if unknown:
             known = [f.name for config in configs for f in fields(config)]
@@ -39,3 +35,19 @@ def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tu
             suggestion = f" (did you mean {near[0]}?)" if near else ""
             raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{suggestion}")
     return tuple(parsed)
+
+
+def _read(argv: Sequence[str], configs: Sequence[type], prog: str, **parser_options) -> tuple:
+    """Instances of the dataclasses, then what the file and the command line hold beside their fields."""
+    argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
+    if "--config" in argv:
+        at = argv.index("--config") + 1
+        if at == len(argv) or not Path(argv[at]).is_file():
+            raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
+    parser = TrlParser(configs, prog=prog, allow_abbrev=False, **parser_options)
+    try:
+        return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+    except yaml.YAMLError as error:
+        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
+    except ValueError as error:
+        raise InputError(str(error)) from error

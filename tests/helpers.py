@@ -30,7 +30,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 PAD, BOS, EOS = 0, 1, 2
@@ -221,6 +221,7 @@ def make_config(tmp_path, cls=None, **overrides):
     from erpo_trl import ERPOConfig
 
     cls = cls or ERPOConfig
+    rloo = issubclass(cls, RLOOConfig)
     settings = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
@@ -238,10 +239,10 @@ def make_config(tmp_path, cls=None, **overrides):
         "num_generations": 2,
         "max_completion_length": 6,
         "max_steps": 1,
-        "loss_type": "grpo",
+        **({} if rloo else {"loss_type": "grpo"}),
         "seed": 3,
     }
-    if cls is not GRPOConfig:
+    if cls not in (GRPOConfig, RLOOConfig):
         settings["reference_cache_dir"] = str(tmp_path / "reference")
     return cls(**settings | overrides)
 
@@ -260,10 +261,12 @@ def make_trainer(
     **overrides,
 ):
     """An ERPOTrainer (or `cls`) with `make_config` settings; `overrides` are config fields."""
-    from erpo_trl import ERPOTrainer
+    from erpo_trl import ERPORLOOConfig, ERPORLOOTrainer, ERPOTrainer
 
     cls = cls or ERPOTrainer
-    config_class = GRPOConfig if cls is GRPOTrainer else None
+    config_class = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, ERPORLOOTrainer: ERPORLOOConfig}.get(cls)
+    if not issubclass(cls, RLOOTrainer):
+        trainer_kwargs = {"rollout_func": rollout} | (trainer_kwargs or {})
     if model is None or isinstance(model, str):
         model = tiny_model(model or "qwen2")
     return cls(
@@ -272,7 +275,6 @@ def make_trainer(
         args=args or make_config(tmp_path, config_class, **overrides),
         train_dataset=prompts_dataset() if dataset is None else dataset,
         processing_class=tokenizer or byte_tokenizer(),
-        rollout_func=rollout,
         callbacks=callbacks,
         **(trainer_kwargs or {}),
     )
@@ -405,14 +407,17 @@ class Recorder(TrainerCallback):
 
 def keep_raw_advantages(monkeypatch):
     """Adds the column `raw_advantages` to what TRL's own generation returns, before ERPO sees it."""
-    inner = GRPOTrainer._generate_and_score_completions
 
-    def generate(self, inputs):
-        output = inner(self, inputs)
-        output["raw_advantages"] = output["advantages"].clone()
-        return output
+    def keeping(inner):
+        def generate(self, inputs):
+            output = inner(self, inputs)
+            output["raw_advantages"] = output["advantages"].clone()
+            return output
 
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
+        return generate
+
+    for cls in (GRPOTrainer, RLOOTrainer):
+        monkeypatch.setattr(cls, "_generate_and_score_completions", keeping(cls._generate_and_score_completions))
 
 
 # -------------------------------------------------------------------------- the formulas, once more and independently
