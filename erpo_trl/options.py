@@ -1,7 +1,7 @@
 """Options of a command from its YAML file and its command line, on TRL's parser."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,21 +20,29 @@ def first_option(argv: Sequence[str], config: type, prog: str):
     return _read(argv, [config], prog, add_help=False)[0]
 
 
-def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tuple:
+def parse_options(
+    argv: Sequence[str], configs: Sequence[type], prog: str, elsewhere: Mapping[str, type] | None = None
+) -> tuple:
     """Instances of dataclasses from `--config FILE` and the command line; the command line beats the file, the file the
     defaults.
 
-    Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name.
+    Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name;
+        elsewhere: of what -> a dataclass whose fields are no options here, named as such.
     Raises: InputError: unknown key (named, with the nearest known one), missing file, or a value that a field refuses.
     """
     *parsed, from_file, from_line = _read(argv, configs, prog)
     for where, unknown in (("config file", from_file), ("command line", from_line)):
         if unknown:
-            known = [f.name for config in configs for f in fields(config)]
-            near = difflib.get_close_matches(unknown[0].removeprefix("--").replace("-", "_"), known, n=1)
-            suggestion = f" (did you mean {near[0]}?)" if near else ""
-            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{suggestion}")
+            name = unknown[0].removeprefix("--").replace("-", "_")
+            homes = [of for of, config in (elsewhere or {}).items() if name in _names(config)]
+            near = difflib.get_close_matches(name, [known for config in configs for known in _names(config)], n=1)
+            hint = f" (an option of {homes[0]})" if homes else f" (did you mean {near[0]}?)" if near else ""
+            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{hint}")
     return tuple(parsed)
+
+
+def _names(config: type) -> list[str]:
+    return [field.name for field in fields(config)]
 
 
 def _read(argv: Sequence[str], configs: Sequence[type], prog: str, **parser_options) -> tuple:

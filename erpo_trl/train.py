@@ -108,7 +108,8 @@ def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArgume
         InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
     """
     trainer = first_option(argv, TrainerArguments, prog).trainer
-    return parse_options(argv, configs_of(trainer), prog)[1:]
+    others = {f"trainer {name}": config for name, (config, _) in TRAINERS.items() if name != trainer}
+    return parse_options(argv, configs_of(trainer), prog, others)[1:]
 
 
 def _load(data: DataArguments, name: str, split: str) -> Dataset:

@@ -507,6 +507,24 @@ def distinct_queries(batches) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(row["prompt"]) for rows in batches for row in rows))
 
 
+def prompt_ids(tokenizer, prompts):
+    return [tuple(tokenizer(p)["input_ids"]) for p in prompts]
+
+
+def reference_of(model, queries, temperature=1.0):
+    """Query -> (T-1,) reference log-probs from plain float64 logits of the untouched model."""
+    reference = double_copy(model)
+    with torch.no_grad():
+        return {query: token_logps(reference, list(query), temperature) for query in queries}
+
+
+def weights_of(reference, dataset_queries, clip=(0.0, 2.0)):
+    """Query -> clip(mean NLL / NLL); the mean runs over the rows of the data set."""
+    nll = {query: -logps.sum().item() for query, logps in reference.items()}
+    mean = sum(nll[query] for query in dataset_queries) / len(dataset_queries)
+    return {query: min(max(mean / value, clip[0]), clip[1]) for query, value in nll.items()}
+
+
 def assert_grads_close(found: dict, expected_model, rel: float = 1e-4):
     """Largest deviation of any parameter's gradient, relative to the largest entry of the whole gradient."""
     expected = {n: p.grad for n, p in expected_model.named_parameters() if p.grad is not None}
@@ -515,3 +533,19 @@ def assert_grads_close(found: dict, expected_model, rel: float = 1e-4):
     assert scale > 1e-6, "the expected gradient vanishes: the test would prove nothing"
     worst = max((found[n].double() - expected[n]).abs().max().item() for n in expected)
     assert worst <= rel * scale, f"largest deviation {worst:.3e} at gradient scale {scale:.3e}"
+
+
+def assert_same_run(ours, theirs):
+    """Two runs of four steps, bit for bit; `theirs.initial_weights` says where they began."""
+    logs = [[entry for entry in t.state.log_history if "loss" in entry] for t in (ours, theirs)]
+    assert len(logs[0]) == len(logs[1]) == 4
+    for mine, other in zip(*logs):
+        for key, value in other.items():
+            if key != "step_time":
+                assert mine[key] == value, key
+    expected = theirs.model.state_dict()
+    for name, value in ours.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    initial = theirs.initial_weights
+    moved = any(not torch.equal(expected[name], initial[name]) for name in expected)
+    assert moved, "nothing was trained: the comparison would be empty"
