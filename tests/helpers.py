@@ -212,7 +212,9 @@ def fixed_completion(prompt_ids, k: int, lengths=(3, 5, 2, 4)) -> list[int]:
 
 
 def prompt_token_ids(prompts, trainer) -> list[list[int]]:
-    """The ids TRL itself would give the model for these prompts."""
+    """The ids TRL itself would give the model for these prompts; prompts that are ids already come back."""
+    if isinstance(prompts[0][0], int):
+        return prompts
     return trainer._tokenize_prompts(prompts)[0]
 
 
@@ -265,11 +267,12 @@ def make_trainer(
 
     cls = cls or ERPOTrainer
     config_class = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, ERPORLOOTrainer: ERPORLOOConfig}.get(cls)
-    if not issubclass(cls, RLOOTrainer):
+    rloo = issubclass(cls, RLOOTrainer)
+    if not rloo:
         trainer_kwargs = {"rollout_func": rollout} | (trainer_kwargs or {})
     if model is None or isinstance(model, str):
         model = tiny_model(model or "qwen2")
-    return cls(
+    trainer = cls(
         model=model,
         reward_funcs=reward,
         args=args or make_config(tmp_path, config_class, **overrides),
@@ -278,6 +281,10 @@ def make_trainer(
         callbacks=callbacks,
         **(trainer_kwargs or {}),
     )
+    if rloo and rollout is not None:
+        # RLOO takes no rollout_func; where it generates, prompts are token ids
+        trainer._generate_single_turn = lambda ids, *more: rollout(ids, trainer)["completion_ids"]
+    return trainer
 
 
 def shift_reference(data: Dataset, shift) -> Dataset:

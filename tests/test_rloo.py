@@ -19,7 +19,7 @@ from helpers import (
     count_forwards,
     distinct_queries,
     double_copy,
-    fixed_completion,
+    fixed_rollouts,
     logged,
     lora_config,
     lora_model,
@@ -46,24 +46,8 @@ ALPHA = 0.3
 LAYOUTS = [(1, 1), (4, 4), (2, 4), (4, 2), (3, 2)]  # (gradient accumulation, steps per generation)
 
 
-def build(tmp_path, cls=ERPORLOOTrainer, model=None, fixed=False, **settings):
-    trainer = make_trainer(tmp_path, model=model, cls=cls, **settings)
-    if fixed:
-        fix_completions(trainer)
-    return trainer
-
-
-def fix_completions(trainer) -> None:
-    """RLOO takes no rollout_func: the k-th completion of a prompt in a batch becomes a function of (prompt ids, k)."""
-
-    def generate(prompt_ids, images, multimodal_fields):
-        seen, completions = {}, []
-        for ids in map(tuple, prompt_ids):
-            seen[ids] = seen.get(ids, -1) + 1
-            completions.append(fixed_completion(ids, seen[ids]))
-        return completions
-
-    trainer._generate_single_turn = generate
+def build(tmp_path, cls=ERPORLOOTrainer, model=None, **settings):
+    return make_trainer(tmp_path, model=model, cls=cls, **settings)
 
 
 # ------------------------------------------------------------------------------------------------- nothing, bit for bit
@@ -254,7 +238,7 @@ def test_the_same_gradient_for_every_cut_of_one_batch(tmp_path, raw_advantages):
     for i, (per_device, accumulation) in enumerate([(16, 1), (8, 2), (4, 4), (2, 8)]):
         trainer = build(
             tmp_path / str(i),
-            fixed=True,
+            rollout=fixed_rollouts(),
             query_kl_coef=ALPHA,
             learning_rate=5e-2,
             per_device_train_batch_size=per_device,
@@ -374,10 +358,11 @@ RESUMED = {
 def test_a_resumed_run_is_the_whole_run(tmp_path):
     """Same prompts, losses, drift and weights from the checkpoint on, against the same table, without scoring again."""
     model = tiny_model("qwen2")
-    whole = build(tmp_path, model=copy.deepcopy(model), fixed=True, dataset=prompts_dataset(UNEQUAL[:4]), **RESUMED)
+    settings = RESUMED | {"dataset": prompts_dataset(UNEQUAL[:4]), "rollout": fixed_rollouts()}
+    whole = build(tmp_path, model=copy.deepcopy(model), **settings)
     whole.train()
     assert whole.state.global_step == 8
-    resumed = build(tmp_path, model=copy.deepcopy(model), fixed=True, dataset=prompts_dataset(UNEQUAL[:4]), **RESUMED)
+    resumed = build(tmp_path, model=copy.deepcopy(model), **settings)
     with count_forwards(resumed.model) as counter:
         resumed.prepare_reference()
     assert counter.calls == 0
