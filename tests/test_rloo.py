@@ -35,10 +35,23 @@ from helpers import (
     token_logps,
     weights_of,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import RLOOConfig, RLOOTrainer
 
-from erpo_trl import DatasetMapper, ERPOConfig, ERPORLOOConfig, ERPORLOOTrainer, ERPOTrainer, cli
+from erpo_trl import (
+    DatasetMapper,
+    ERPOConfig,
+    ERPORLOOConfig,
+    ERPORLOOTrainer,
+    ERPOTrainer,
+    EvaluationCallback,
+    accuracy_reward,
+    cli,
+    load_arithmetic,
+)
 from erpo_trl.config import QueryFields
+from erpo_trl.demo import MODEL_DIR
+from erpo_trl.evaluation.benchmarks import Benchmark
 from erpo_trl.train import make_trainer as trainer_of
 from erpo_trl.train import parse
 
@@ -341,6 +354,27 @@ def test_a_stream_is_scored_as_it_arrives(tmp_path):
     trainer.train()
     before, after = logged(trainer, "query/kl")
     assert before < 1e-9 < after
+
+
+def test_the_evaluation_callback_runs(tmp_path, monkeypatch):
+    """It draws from the policy through the trainer's own parts, which RLOO's are too."""
+    monkeypatch.setattr("erpo_trl.evaluation.run.plot_sweeps", lambda *args: False)
+    trainer = build(
+        tmp_path,
+        model=AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+        tokenizer=AutoTokenizer.from_pretrained(MODEL_DIR),
+        dataset=load_arithmetic("train", n=8),
+        reward=accuracy_reward,
+        max_completion_length=24,
+        max_steps=2,
+    )
+    benchmark = Benchmark("arithmetic", load_arithmetic("test", n=8))
+    trainer.add_callback(EvaluationCallback(trainer, [benchmark], temperatures=[0], samples=1, every=2))
+    trainer.train()
+    accuracies = logged(trainer, "eval/arithmetic/avg@1@T0")
+    assert len(accuracies) == 2
+    gap = logged(trainer, "rewards/accuracy_reward/mean")[0] - accuracies[0]
+    assert logged(trainer, "gap/train_eval")[0] == pytest.approx(gap)
 
 
 RESUMED = {
