@@ -11,6 +11,8 @@ require_supported_trl()
 _PUBLIC = {
     "ERPOConfig": "config",
     "ERPOTrainer": "trainer",
+    "ERPORLOOConfig": "config",
+    "ERPORLOOTrainer": "trainer",
     "DatasetMapper": "query.reference",
     "ReferenceUnavailableError": "query.reference",
     "EvalConfig": "evaluation.config",

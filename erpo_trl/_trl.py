@@ -24,6 +24,18 @@ PRIVATE_NAMES = {
             "loss_is_scaled_for_ga",  # whether the penalty must be scaled for accumulation
         ),
     },
+    "trl.trainer.rloo_trainer": {
+        "RLOOTrainer": (  # for what GRPOTrainer's are
+            "_tokenize_prompts",
+            "_generate_and_score_completions",
+            "_prepare_inputs",
+            "_get_per_token_logps_and_entropies",
+            "_get_train_sampler",
+            "_set_signature_columns_if_needed",
+            "_save_checkpoint",
+            "loss_is_scaled_for_ga",
+        ),
+    },
     "trl.trainer.utils": {
         None: (
             "add_fused_lm_head",
@@ -41,17 +53,23 @@ PRIVATE_NAMES = {
         )
     },
 }
-# Attributes set by GRPOTrainer.__init__ or during training
-PRIVATE_ATTRIBUTES = (
+# Attributes that the trainers set in __init__ or during training
+_SHARED_ATTRIBUTES = (
     "_step",  # micro-batches so far
     "_buffered_inputs",  # slices of the current generation batch
     "_metrics",  # TRL's metric lists per mode
     "_signature_columns",
-    "epsilon_low",  # set to infinity under a trust region
-    "epsilon_high",
-    "off_policy_mask_threshold",  # taken over under a trust region
     "current_gradient_accumulation_steps",
 )
+PRIVATE_ATTRIBUTES = {
+    "GRPOTrainer": (
+        *_SHARED_ATTRIBUTES,
+        "epsilon_low",  # set to infinity under a trust region
+        "epsilon_high",
+        "off_policy_mask_threshold",  # taken over under a trust region
+    ),
+    "RLOOTrainer": _SHARED_ATTRIBUTES,
+}
 
 
 def require_supported_trl() -> None:

@@ -1,7 +1,7 @@
 """Options of a command from its YAML file and its command line, on TRL's parser."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,31 +11,51 @@ from trl import TrlParser
 from .cli import InputError
 
 
-def parse_options(argv: Sequence[str], configs: Sequence[type], prog: str) -> tuple:
+def first_option(argv: Sequence[str], config: type, prog: str):
+    """An instance of `config` from the same file and command line, whose other options are left alone: for an option that
+    says which the others are.
+
+    Raises: InputError: missing file, or a value that a field refuses.
+    """
+    return _read(argv, [config], prog, add_help=False)[0]
+
+
+def parse_options(
+    argv: Sequence[str], configs: Sequence[type], prog: str, elsewhere: Mapping[str, type] | None = None
+) -> tuple:
     """Instances of dataclasses from `--config FILE` and the command line; the command line beats the file, the file the
     defaults.
 
-    Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name.
+    Args: argv: the command's arguments; configs: dataclasses, one instance of each is returned; prog: the command's name;
+        elsewhere: of what -> a dataclass whose fields are no options here, named as such.
     Raises: InputError: unknown key (named, with the nearest known one), missing file, or a value that a field refuses.
     """
+    *parsed, from_file, from_line = _read(argv, configs, prog)
+    for where, unknown in (("config file", from_file), ("command line", from_line)):
+        if unknown:
+            name = unknown[0].removeprefix("--").replace("-", "_")
+            homes = [of for of, config in (elsewhere or {}).items() if name in _names(config)]
+            near = difflib.get_close_matches(name, [known for config in configs for known in _names(config)], n=1)
+            hint = f" (an option of {homes[0]})" if homes else f" (did you mean {near[0]}?)" if near else ""
+            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{hint}")
+    return tuple(parsed)
+
+
+def _names(config: type) -> list[str]:
+    return [field.name for field in fields(config)]
+
+
+def _read(argv: Sequence[str], configs: Sequence[type], prog: str, **parser_options) -> tuple:
+    """Instances of the dataclasses, then what the file and the command line hold beside their fields."""
     argv = [part for option in argv for part in (option.split("=", 1) if option.startswith("--config=") else [option])]
     if "--config" in argv:
         at = argv.index("--config") + 1
         if at == len(argv) or not Path(argv[at]).is_file():
             raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
-    parser = TrlParser(configs, prog=prog, allow_abbrev=False)
+    parser = TrlParser(configs, prog=prog, allow_abbrev=False, **parser_options)
     try:
-        *parsed, from_file, from_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
+        return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     except yaml.YAMLError as error:
         raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
-    for where, unknown in (("config file", from_file), ("command line", from_line)):
-        if unknown:
-            known = [f.name for config in configs for f in fields(config)]
-            near = difflib.get_close_matches(unknown[0].removeprefix("--").replace("-", "_"), known, n=1)
-            suggestion = f" (did you mean {near[0]}?)" if near else ""
-            raise InputError(f"unknown option in the {where}: {unknown[0].removeprefix('--')}{suggestion}")
-    return tuple(parsed)

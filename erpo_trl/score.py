@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> None:
     """
     data, args, model = parse(argv, prog="erpo-trl score")
     for name, value in _WITHOUT.items():
-        setattr(args, name, value)
+        if hasattr(args, name):  # RLOO has no trust regions
+            setattr(args, name, value)
     trainer = make_trainer(data, args, model)
     mapper = trainer.dataset_mapper
     try:

@@ -11,12 +11,34 @@ from packaging.version import Version
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .cli import InputError
-from .config import ERPOConfig
+from .config import ERPOConfig, ERPORLOOConfig, QueryFields
 from .data import resolve_dataset
 from .demo import MODEL_DIR
-from .options import parse_options
+from .options import first_option, parse_options
 from .rewards import resolve_reward
-from .trainer import ERPOTrainer
+from .trainer import ERPORLOOTrainer, ERPOTrainer
+
+# What `trainer` may be -> its config and its class
+TRAINERS = {"grpo": (ERPOConfig, ERPOTrainer), "rloo": (ERPORLOOConfig, ERPORLOOTrainer)}
+
+
+@dataclass
+class TrainerArguments:
+    r"""
+    Which algorithm trains. Read before the other options, since it says which of them there are.
+
+    Parameters:
+        trainer (`str`, *optional*, defaults to `"grpo"`):
+            `"grpo"` ([`ERPOTrainer`], [`ERPOConfig`]) or `"rloo"` ([`ERPORLOOTrainer`], [`ERPORLOOConfig`]).
+    """
+
+    trainer: str = field(
+        default="grpo", metadata={"help": "'grpo' or 'rloo'; the other options are those of its config."}
+    )
+
+    def __post_init__(self):
+        if self.trainer not in TRAINERS:
+            raise ValueError(f"trainer must be one of {', '.join(map(repr, TRAINERS))}, found {self.trainer!r}.")
 
 
 @dataclass
@@ -72,16 +94,22 @@ class DataArguments:
             raise ValueError(f"max_rows must be >= 1, found {self.max_rows}.")
 
 
-CONFIGS = (DataArguments, ERPOConfig, ModelConfig)
+def configs_of(trainer: str) -> tuple[type, ...]:
+    """The dataclasses whose fields are the options of `erpo-trl train` with this trainer."""
+    return TrainerArguments, DataArguments, TRAINERS[trainer][0], ModelConfig
 
 
-def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArguments, ERPOConfig, ModelConfig]:
+def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArguments, QueryFields, ModelConfig]:
     """Options from `--config FILE` (YAML) and the command line; the command line beats the file, the file the defaults.
+
+    The config's class is that of the trainer which `trainer` names.
 
     Raises:
         InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
     """
-    return parse_options(argv, CONFIGS, prog)
+    trainer = first_option(argv, TrainerArguments, prog).trainer
+    others = {f"trainer {name}": config for name, (config, _) in TRAINERS.items() if name != trainer}
+    return parse_options(argv, configs_of(trainer), prog, others)[1:]
 
 
 def _load(data: DataArguments, name: str, split: str) -> Dataset:
@@ -95,8 +123,9 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
     return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
 
 
-def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **more) -> ERPOTrainer:
+def make_trainer(data: DataArguments, args: QueryFields, model: ModelConfig, **more) -> ERPOTrainer | ERPORLOOTrainer:
     """The trainer that these options describe, ready for `train()`; `more` goes to its constructor."""
+    trainer_class = next(trainer for config, trainer in TRAINERS.values() if isinstance(args, config))
     if model.model_name_or_path == "demo":
         model.model_name_or_path = str(MODEL_DIR)
     if model.model_name_or_path is None:
@@ -117,7 +146,7 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **mo
         eval_dataset = None
         if data.eval_dataset is not None:
             eval_dataset = _load(data, data.eval_dataset, data.eval_dataset_split)
-        return ERPOTrainer(
+        return trainer_class(
             model=model.model_name_or_path,
             reward_funcs=rewards,
             args=args,
@@ -131,7 +160,7 @@ def make_trainer(data: DataArguments, args: ERPOConfig, model: ModelConfig, **mo
         raise InputError(str(error)) from error
 
 
-def describe(trainer: ERPOTrainer) -> str:
+def describe(trainer: ERPOTrainer | ERPORLOOTrainer) -> str:
     """One line: what is trained, in which precision, on what."""
     args, accelerator = trainer.args, trainer.accelerator
     parameters = list(trainer.model.parameters())

@@ -2,9 +2,9 @@
 
 import textwrap
 
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
-from .config import ERPOConfig
+from .config import ERPOConfig, ERPORLOOConfig, QueryFields
 from .policy.mixin import TrustRegionMixin
 from .query.regularizer import QueryRegularizerMixin
 
@@ -49,12 +49,7 @@ class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
     _paper = ERPO_PAPER
 
     def __init__(self, model, reward_funcs=None, args: ERPOConfig | None = None, *more, **kwargs):
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = ERPOConfig(f"{name.split('/')[-1]}-ERPO")
-        if not isinstance(args, ERPOConfig):
-            raise TypeError(f"args must be an ERPOConfig, found {type(args).__name__}.")
-        super().__init__(model, reward_funcs, args, *more, **kwargs)
+        super().__init__(model, reward_funcs, _config(self, ERPOConfig, args, model), *more, **kwargs)
 
     def extra_state(self) -> dict:
         return super().extra_state() | self.region_state()
@@ -62,3 +57,31 @@ class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
     def restore_extra_state(self, state: dict) -> None:
         super().restore_extra_state(state)
         self.restore_region(state)
+
+
+class ERPORLOOTrainer(QueryRegularizerMixin, RLOOTrainer):
+    """RLOO with ERPO's Query-KL penalty and query weights in place of the KL in the reward.
+
+    Takes what [`~trl.RLOOTrainer`] takes, with an [`ERPORLOOConfig`] as `args`. A query's weight multiplies its
+    leave-one-out advantages; the clip of the sequence ratio is TRL's. With `query_kl_coef=0` and `query_weight="uniform"` it
+    trains exactly as RLOOTrainer does, and measures the drift.
+    """
+
+    _tag_names = ["trl", "rloo", "erpo"]
+    _name = "ERPO"
+    _paper = ERPO_PAPER
+
+    def __init__(self, model, reward_funcs=None, args: ERPORLOOConfig | None = None, *more, **kwargs):
+        super().__init__(model, reward_funcs, _config(self, ERPORLOOConfig, args, model), *more, **kwargs)
+
+
+def _config(trainer, config_class: type[QueryFields], args, model) -> QueryFields:
+    """`args`, or the defaults in a folder named after the model; raise for another trainer's config."""
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = config_class(f"{name.split('/')[-1]}-{trainer._name}")
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"args of {type(trainer).__name__} must be an {config_class.__name__}, found {type(args).__name__}."
+        )
+    return args

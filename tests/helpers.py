@@ -30,7 +30,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 PAD, BOS, EOS = 0, 1, 2
@@ -212,7 +212,9 @@ def fixed_completion(prompt_ids, k: int, lengths=(3, 5, 2, 4)) -> list[int]:
 
 
 def prompt_token_ids(prompts, trainer) -> list[list[int]]:
-    """The ids TRL itself would give the model for these prompts."""
+    """The ids TRL itself would give the model for these prompts; prompts that are ids already come back."""
+    if isinstance(prompts[0][0], int):
+        return prompts
     return trainer._tokenize_prompts(prompts)[0]
 
 
@@ -221,6 +223,7 @@ def make_config(tmp_path, cls=None, **overrides):
     from erpo_trl import ERPOConfig
 
     cls = cls or ERPOConfig
+    rloo = issubclass(cls, RLOOConfig)
     settings = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
@@ -238,10 +241,10 @@ def make_config(tmp_path, cls=None, **overrides):
         "num_generations": 2,
         "max_completion_length": 6,
         "max_steps": 1,
-        "loss_type": "grpo",
+        **({} if rloo else {"loss_type": "grpo"}),
         "seed": 3,
     }
-    if cls is not GRPOConfig:
+    if cls not in (GRPOConfig, RLOOConfig):
         settings["reference_cache_dir"] = str(tmp_path / "reference")
     return cls(**settings | overrides)
 
@@ -260,22 +263,28 @@ def make_trainer(
     **overrides,
 ):
     """An ERPOTrainer (or `cls`) with `make_config` settings; `overrides` are config fields."""
-    from erpo_trl import ERPOTrainer
+    from erpo_trl import ERPORLOOConfig, ERPORLOOTrainer, ERPOTrainer
 
     cls = cls or ERPOTrainer
-    config_class = GRPOConfig if cls is GRPOTrainer else None
+    config_class = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, ERPORLOOTrainer: ERPORLOOConfig}.get(cls)
+    rloo = issubclass(cls, RLOOTrainer)
+    if not rloo:
+        trainer_kwargs = {"rollout_func": rollout} | (trainer_kwargs or {})
     if model is None or isinstance(model, str):
         model = tiny_model(model or "qwen2")
-    return cls(
+    trainer = cls(
         model=model,
         reward_funcs=reward,
         args=args or make_config(tmp_path, config_class, **overrides),
         train_dataset=prompts_dataset() if dataset is None else dataset,
         processing_class=tokenizer or byte_tokenizer(),
-        rollout_func=rollout,
         callbacks=callbacks,
         **(trainer_kwargs or {}),
     )
+    if rloo and rollout is not None:
+        # RLOO takes no rollout_func; where it generates, prompts are token ids
+        trainer._generate_single_turn = lambda ids, *more: rollout(ids, trainer)["completion_ids"]
+    return trainer
 
 
 def shift_reference(data: Dataset, shift) -> Dataset:
@@ -405,14 +414,17 @@ class Recorder(TrainerCallback):
 
 def keep_raw_advantages(monkeypatch):
     """Adds the column `raw_advantages` to what TRL's own generation returns, before ERPO sees it."""
-    inner = GRPOTrainer._generate_and_score_completions
 
-    def generate(self, inputs):
-        output = inner(self, inputs)
-        output["raw_advantages"] = output["advantages"].clone()
-        return output
+    def keeping(inner):
+        def generate(self, inputs):
+            output = inner(self, inputs)
+            output["raw_advantages"] = output["advantages"].clone()
+            return output
 
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
+        return generate
+
+    for cls in (GRPOTrainer, RLOOTrainer):
+        monkeypatch.setattr(cls, "_generate_and_score_completions", keeping(cls._generate_and_score_completions))
 
 
 # -------------------------------------------------------------------------- the formulas, once more and independently
@@ -502,6 +514,24 @@ def distinct_queries(batches) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(row["prompt"]) for rows in batches for row in rows))
 
 
+def prompt_ids(tokenizer, prompts):
+    return [tuple(tokenizer(p)["input_ids"]) for p in prompts]
+
+
+def reference_of(model, queries, temperature=1.0):
+    """Query -> (T-1,) reference log-probs from plain float64 logits of the untouched model."""
+    reference = double_copy(model)
+    with torch.no_grad():
+        return {query: token_logps(reference, list(query), temperature) for query in queries}
+
+
+def weights_of(reference, dataset_queries, clip=(0.0, 2.0)):
+    """Query -> clip(mean NLL / NLL); the mean runs over the rows of the data set."""
+    nll = {query: -logps.sum().item() for query, logps in reference.items()}
+    mean = sum(nll[query] for query in dataset_queries) / len(dataset_queries)
+    return {query: min(max(mean / value, clip[0]), clip[1]) for query, value in nll.items()}
+
+
 def assert_grads_close(found: dict, expected_model, rel: float = 1e-4):
     """Largest deviation of any parameter's gradient, relative to the largest entry of the whole gradient."""
     expected = {n: p.grad for n, p in expected_model.named_parameters() if p.grad is not None}
@@ -510,3 +540,19 @@ def assert_grads_close(found: dict, expected_model, rel: float = 1e-4):
     assert scale > 1e-6, "the expected gradient vanishes: the test would prove nothing"
     worst = max((found[n].double() - expected[n]).abs().max().item() for n in expected)
     assert worst <= rel * scale, f"largest deviation {worst:.3e} at gradient scale {scale:.3e}"
+
+
+def assert_same_run(ours, theirs):
+    """Two runs of four steps, bit for bit; `theirs.initial_weights` says where they began."""
+    logs = [[entry for entry in t.state.log_history if "loss" in entry] for t in (ours, theirs)]
+    assert len(logs[0]) == len(logs[1]) == 4
+    for mine, other in zip(*logs):
+        for key, value in other.items():
+            if key != "step_time":
+                assert mine[key] == value, key
+    expected = theirs.model.state_dict()
+    for name, value in ours.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    initial = theirs.initial_weights
+    moved = any(not torch.equal(expected[name], initial[name]) for name in expected)
+    assert moved, "nothing was trained: the comparison would be empty"

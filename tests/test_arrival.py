@@ -204,7 +204,7 @@ def test_evaluation_rows_have_the_same_limit(tmp_path):
 def test_the_limit_follows_the_tokenizer(tmp_path):
     """A set on disk is limited by today's tokens, not by those of an earlier run with another tokenizer."""
     path = tmp_path / "data.json"
-    path.write_text("\n".join(f'{{"prompt": "{prompt}"}}' for prompt in ROWS))
+    path.write_text("\n".join(f'{{"prompt": "{prompt}"}}' for prompt in [*ROWS, "7*7"]))
     limit = len(ROWS[0])
     kept = []
     for bos in (False, True):

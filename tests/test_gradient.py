@@ -26,35 +26,19 @@ from helpers import (
     make_trainer,
     penalty_of,
     policy_loss,
+    prompt_ids,
     prompts_dataset,
+    reference_of,
     rows_of,
     shift_reference,
     tiny_model,
-    token_logps,
+    weights_of,
 )
 
 from erpo_trl import DatasetMapper
 
 ALPHA = 0.3
 LAYOUTS = [(1, 1), (4, 4), (2, 4), (4, 2), (3, 2)]  # (gradient accumulation, steps per generation)
-
-
-def prompt_ids(tokenizer, prompts):
-    return [tuple(tokenizer(p)["input_ids"]) for p in prompts]
-
-
-def reference_of(model, queries, temperature=1.0):
-    """Query -> (T-1,) reference log-probs from plain float64 logits of the untouched model."""
-    reference = double_copy(model)
-    with torch.no_grad():
-        return {query: token_logps(reference, list(query), temperature) for query in queries}
-
-
-def weights_of(reference, dataset_queries, clip=(0.0, 2.0)):
-    """Query -> clip(mean NLL / NLL); the mean runs over the rows of the data set."""
-    nll = {query: -logps.sum().item() for query, logps in reference.items()}
-    mean = sum(nll[query] for query in dataset_queries) / len(dataset_queries)
-    return {query: min(max(mean / value, clip[0]), clip[1]) for query, value in nll.items()}
 
 
 def run(tmp_path, model, prompts=UNEQUAL, **settings):

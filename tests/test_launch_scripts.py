@@ -13,7 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from trl import TrlParser
 from trl.scripts.vllm_serve import make_parser
 
-from erpo_trl.train import CONFIGS
+from erpo_trl.train import configs_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "recipes" / "launch").iterdir())
@@ -95,7 +95,9 @@ def launched(call: list[str]):
     at = options.index("--config")
     assert (ROOT / options[at + 1]).is_file()
     # Without the recipe, whose GPU settings this machine may refuse: names and types
-    _, unknown = TrlParser(CONFIGS, allow_abbrev=False).parse_known_args(options[:at] + options[at + 2 :])[-2:]
+    _, unknown = TrlParser(configs_of("grpo"), allow_abbrev=False).parse_known_args(options[:at] + options[at + 2 :])[
+        -2:
+    ]
     assert not unknown
     return arguments, options
 

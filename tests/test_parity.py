@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from helpers import lora_config, make_trainer, tiny_model
+from helpers import assert_same_run, lora_config, make_trainer, tiny_model
 from trl import GRPOTrainer
 
 from erpo_trl import ERPOTrainer
@@ -48,22 +48,6 @@ def run(tmp_path, cls, model, peft_config=None, **settings):
     )
     trainer.train()
     return trainer
-
-
-def assert_same_run(ours, theirs):
-    logs = [[entry for entry in t.state.log_history if "loss" in entry] for t in (ours, theirs)]
-    assert len(logs[0]) == len(logs[1]) == 4
-    for mine, other in zip(*logs):
-        for key, value in other.items():
-            if key != "step_time":
-                assert mine[key] == value, key
-    expected = theirs.model.state_dict()
-    moved = False
-    for name, value in ours.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-    initial = theirs.initial_weights
-    moved = any(not torch.equal(expected[name], initial[name]) for name in expected)
-    assert moved, "nothing was trained: the comparison would be empty"
 
 
 def both(tmp_path, model, **settings):

@@ -10,6 +10,7 @@ import torch
 from helpers import make_config, make_trainer
 
 import erpo_trl._trl as surface
+from erpo_trl import ERPORLOOTrainer, ERPOTrainer
 
 # TRL 1.15's fused head exists only where Triton does, so beside it the tests here read and do not run
 both_trls = pytest.mark.both_trls
@@ -27,32 +28,47 @@ def test_names_exist(module):
 
 
 @both_trls
-def test_attributes_are_set():
+@pytest.mark.parametrize("trainer", surface.PRIVATE_ATTRIBUTES)
+def test_attributes_are_set(trainer):
     """Attributes exist on instances only; a renamed one would be created anew by an assignment and do nothing."""
     import transformers
-    from trl import GRPOTrainer
+    import trl
 
-    source = inspect.getsource(GRPOTrainer) + inspect.getsource(transformers.Trainer)
-    missing = [name for name in surface.PRIVATE_ATTRIBUTES if not re.search(rf"self\.{name} (=|\+=)", source)]
-    assert not missing, f"TRL {version('trl')} sets no {missing}: the hook must be adapted"
+    source = inspect.getsource(getattr(trl, trainer)) + inspect.getsource(transformers.Trainer)
+    names = surface.PRIVATE_ATTRIBUTES[trainer]
+    missing = [name for name in names if not re.search(rf"self\.{name} (=|\+=)", source)]
+    assert not missing, f"TRL {version('trl')} sets no {trainer}.{missing}: the hook must be adapted"
 
 
-def test_attributes_exist(tmp_path):
+@pytest.mark.parametrize("trainer, ours", [("GRPOTrainer", ERPOTrainer), ("RLOOTrainer", ERPORLOOTrainer)])
+def test_attributes_exist(tmp_path, trainer, ours):
     """The same after one step of a real run."""
-    run = make_trainer(tmp_path, max_steps=1)
+    run = make_trainer(tmp_path, cls=ours, max_steps=1)
     run.train()
-    missing = [name for name in surface.PRIVATE_ATTRIBUTES if not hasattr(run, name)]
-    assert not missing, f"TRL {version('trl')} sets no {missing}: the hook must be adapted"
+    missing = [name for name in surface.PRIVATE_ATTRIBUTES[trainer] if not hasattr(run, name)]
+    assert not missing, f"TRL {version('trl')} sets no {trainer}.{missing}: the hook must be adapted"
 
 
 @both_trls
-def test_forward_is_called_as_the_reader_expects():
+@pytest.mark.parametrize("trainer", surface.PRIVATE_ATTRIBUTES)
+def test_forward_is_called_as_the_reader_expects(trainer):
     """The query reader needs `labels` and `fused_lm_head` by keyword and one call per loss."""
-    from trl import GRPOTrainer
+    import trl
 
-    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
-    assert "labels=labels, fused_lm_head=True" in source
-    assert inspect.getsource(GRPOTrainer._compute_loss).count("_get_per_token_logps_and_entropies(") == 1
+    cls = getattr(trl, trainer)
+    assert "labels=labels, fused_lm_head=True" in inspect.getsource(cls._get_per_token_logps_and_entropies)
+    assert inspect.getsource(cls._compute_loss).count("_get_per_token_logps_and_entropies(") == 1
+
+
+@both_trls
+def test_rloo_batches_carry_what_the_mixin_reads():
+    """Generation returns one advantage a row, and the columns that the query side reads beside it."""
+    from trl import RLOOTrainer
+
+    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
+        assert f'"{name}": {name}' in source
+    assert "coef_1 * advantages" in inspect.getsource(RLOOTrainer._compute_loss)
 
 
 @both_trls
@@ -78,10 +94,11 @@ def test_unsupported_versions_are_refused(monkeypatch, found, supported):
 
 @both_trls
 def test_loss_scale_is_known(tmp_path):
-    """GRPO scales its own loss for accumulation; the penalty relies on it."""
-    from trl import GRPOTrainer
+    """GRPO scales its own loss for accumulation, RLOO leaves that to the Trainer; the penalty follows each."""
+    from trl import GRPOTrainer, RLOOTrainer
 
     assert GRPOTrainer.loss_is_scaled_for_ga is True
+    assert RLOOTrainer.loss_is_scaled_for_ga is False
     assert make_config(tmp_path).gradient_accumulation_steps >= 1
 
 

@@ -74,7 +74,9 @@ REGION = {
     "num_iterations": 2,
 }
 STREAM = {"stream": True, "shuffle_dataset": False, "learning_rate": 0.1}
+RLOO = {"trainer": "rloo", "num_iterations": 2}
 ONE_PROCESS = {
+    "rloo": train(6, **WHOLE, **RLOO),
     "region": train(6, **WHOLE, **REGION),
     "stream": train(6, **WHOLE, **STREAM),
     "whole": train(6, **WHOLE),
@@ -82,6 +84,7 @@ ONE_PROCESS = {
     "evaluation": train(8, per_device_eval_batch_size=8, **EVALUATION),
 }
 TWO_PROCESSES = {
+    "rloo": train(3, **WHOLE, **RLOO),
     "region": train(3, **WHOLE, **REGION),
     "stream": train(3, **WHOLE, **STREAM),
     "whole": train(3, **WHOLE),
@@ -186,6 +189,24 @@ def test_gradient_equals_one_process(whole_generation):
         for rank in two:
             for name, gradient in rank["steps"][index]["grads"].items():
                 assert (gradient - expected[name]).abs().max().item() < 2e-4 * scale, name
+
+
+def test_rloo_equals_one_process(launched):
+    """RLOO with groups that straddle ranks, two updates a generation: gradients, losses and drift of one process."""
+    one, two = launched[0]["rloo"], [rank["rloo"] for rank in launched[1]]
+    for index in range(3):
+        expected = one["steps"][index]["grads"]
+        scale = max(g.abs().max().item() for g in expected.values())
+        for rank in two:
+            assert rank["steps"][index]["forwards"] == [1, 1]
+            for name, gradient in rank["steps"][index]["grads"].items():
+                assert (gradient - expected[name]).abs().max().item() < 2e-4 * scale, name
+    logs = [[entry for entry in run["log"] if "query/kl" in entry] for run in (one, two[0])]
+    assert len(logs[0]) == len(logs[1]) == 3
+    for expected, found in zip(*logs):
+        for name in (*QUERY_METRICS, "loss"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert logs[0][0]["query/loss"] > 1e-3
 
 
 def test_query_metrics_equal_one_process(whole_generation):

@@ -33,8 +33,8 @@ RECIPE = Path(__file__).with_name("demo.yaml")
 TEMPERATURES = (0.1, 0.6, 1.0, 1.5)
 # What each method changes in the recipe
 METHODS = {
-    "ERPO": [],
-    "GRPO": ["--query_kl_coef", "0", "--query_weight", "uniform", "--beta", "0.01"],
+    "ERPO": ["--trainer", "grpo"],
+    "GRPO": ["--trainer", "grpo", "--query_kl_coef", "0", "--query_weight", "uniform", "--beta", "0.01"],
 }
 HELD_OUT = 200  # problems of the test split
 SAMPLES = 4  # answers to each at each temperature

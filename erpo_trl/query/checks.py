@@ -36,7 +36,7 @@ def refuse_images(dataset) -> None:
         if name in names:
             raise ValueError(
                 f"The data set has a column {name!r}: prompts with images are not supported, since their likelihood is not "
-                "that of their tokens alone. Remove the column, or use TRL's GRPOTrainer."
+                "that of their tokens alone. Remove the column, or use TRL's own trainer."
             )
     if "prompt" not in names or isinstance(dataset, IterableDataset) or not len(dataset):
         return
@@ -47,7 +47,7 @@ def refuse_images(dataset) -> None:
         else []
     )
     if any(isinstance(part, dict) and part.get("type") == "image" for content in parts for part in content):
-        raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's GRPOTrainer.")
+        raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's own trainer.")
 
 
 def check_model(model: torch.nn.Module, dropout_is_disabled: bool) -> None:

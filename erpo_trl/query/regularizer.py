@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 class QueryRegularizerMixin(ResumeMixin):
     """Query-KL and query weights for a TRL trainer that generates in `_prepare_inputs` and has a fused LM head.
 
-    Put it before the TRL trainer in the bases: `class ERPOTrainer(QueryRegularizerMixin, GRPOTrainer)`.
+    Put it before the TRL trainer in the bases: `class ERPORLOOTrainer(QueryRegularizerMixin, RLOOTrainer)`.
     """
 
     def __init__(self, *args, **kwargs):

@@ -26,7 +26,7 @@ from helpers import (
     tiny_model,
 )
 
-from erpo_trl import DatasetMapper
+from erpo_trl import DatasetMapper, ERPORLOOTrainer, ERPOTrainer
 
 
 class Patch:
@@ -49,6 +49,7 @@ def train(settings: dict, folder: Path) -> dict:
     trainer = make_trainer(
         folder,
         model=model,
+        cls={"grpo": ERPOTrainer, "rloo": ERPORLOOTrainer}[settings.pop("trainer", "grpo")],
         dataset=data,
         rollout=fixed_rollouts(),
         trainer_kwargs={"eval_dataset": prompts_dataset(evaluation)} if evaluation else None,
