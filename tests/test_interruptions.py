@@ -12,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import UNEQUAL, tiny_model
 from launching import SCRIPTS, TIME_LIMIT, accelerate, environment, torchrun
@@ -78,9 +79,13 @@ class Run:
             time.sleep(0.1)
 
     def kill(self, launcher: subprocess.Popen) -> None:
-        """kill -9, launcher and ranks at once."""
-        os.killpg(launcher.pid, signal.SIGKILL)
+        """kill -9, launcher and ranks at once; torch's launcher gives each rank a session of its own."""
+        processes = [psutil.Process(launcher.pid)]
+        processes += processes[0].children(recursive=True)
+        for process in processes:
+            process.kill()
         launcher.wait(TIME_LIMIT)
+        psutil.wait_procs(processes, TIME_LIMIT)
 
     def finish(self, *launchers: subprocess.Popen) -> dict:
         for launcher in launchers:
