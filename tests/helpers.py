@@ -160,6 +160,7 @@ def lora_model(pretrained: bool, kind: str = "llama", seed: int = 0):
 
 
 # --------------------------------------------------------------------------------------------------------- data, runs
+LAYOUTS = [(1, 1), (4, 4), (2, 4), (4, 2), (3, 2)]  # (gradient accumulation, steps per generation)
 UNEQUAL = ["2+2=", "what is 17+5?", "1*1=", "compute 9-4 please", "7+7", "sum of 3 and 8:", "6/2=", "10-3-2 is"]
 EQUAL = ["11+11=", "12+13=", "91-14=", "25*31=", "70/10=", "64-46=", "35+53=", "88-81="]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import (
     EQUAL,
+    LAYOUTS,
     UNEQUAL,
     Recorder,
     assert_grads_close,
@@ -38,7 +39,6 @@ from helpers import (
 from erpo_trl import DatasetMapper
 
 ALPHA = 0.3
-LAYOUTS = [(1, 1), (4, 4), (2, 4), (4, 2), (3, 2)]  # (gradient accumulation, steps per generation)
 
 
 def run(tmp_path, model, prompts=UNEQUAL, **settings):

@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 import torch
 from helpers import (
+    LAYOUTS,
     UNEQUAL,
     Recorder,
     assert_grads_close,
@@ -56,7 +57,6 @@ from erpo_trl.train import make_trainer as trainer_of
 from erpo_trl.train import parse
 
 ALPHA = 0.3
-LAYOUTS = [(1, 1), (4, 4), (2, 4), (4, 2), (3, 2)]  # (gradient accumulation, steps per generation)
 
 
 def build(tmp_path, cls=ERPORLOOTrainer, model=None, **settings):

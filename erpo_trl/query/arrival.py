@@ -40,9 +40,8 @@ def sample_prompts(dataset: Dataset | IterableDataset, size: int, seed: int) -> 
     return dataset.select(np.sort(drawn)).select_columns("prompt")
 
 
-def drop_long_prompts(dataset, tokenize: Callable[[list], list], limit: int):
-    """The data set without rows whose prompt has more than `limit` tokens; lazily, for a stream."""
-
+def drop_long_prompts(stream: IterableDataset, tokenize: Callable[[list], list], limit: int) -> IterableDataset:
+    """The stream without rows whose prompt has more than `limit` tokens."""
     warned = False
 
     def fits(batch: dict) -> list[bool]:
@@ -53,17 +52,7 @@ def drop_long_prompts(dataset, tokenize: Callable[[list], list], limit: int):
             logger.warning(f"Rows with prompts of more than {limit} tokens are left out of the stream.")
         return kept
 
-    if isinstance(dataset, IterableDataset):
-        return dataset.filter(fits, batched=True, batch_size=16)
-    # Not by `filter`, whose cache would not know the tokenizer
-    prompts = dataset.with_format(None).select_columns("prompt")
-    lengths = np.array([len(ids) for batch in prompts.iter(1000) for ids in tokenize(batch["prompt"])])
-    kept = np.flatnonzero(lengths <= limit)
-    if not len(kept):
-        raise ValueError(f"Every prompt has more than {limit} tokens. No row is left: raise max_prompt_length.")
-    if len(kept) < len(dataset):
-        logger.warning(f"{len(dataset) - len(kept)} of {len(dataset)} rows have prompts of more than {limit} tokens.")
-    return dataset.select(kept)
+    return stream.filter(fits, batched=True, batch_size=16)
 
 
 @dataclass

@@ -191,8 +191,8 @@ class DatasetMapper:
         reference, settings = (self.reference, None) if self.reference else self._present_reference()
         table = ReferenceTable(self.cache_dir / reference.fingerprint)
 
-        ids = self._all_ids(dataset)
-        kept = self._fitting_rows(ids)
+        ids = self.all_ids(dataset)
+        kept = self.fitting_rows(ids)
         self.report = ScoringReport(rows=len(kept), dropped=len(ids) - len(kept))
         if len(kept) < len(ids):
             dataset = dataset.select(kept)
@@ -260,7 +260,8 @@ class DatasetMapper:
             **(self.config.chat_template_kwargs or {}),
         )["input_ids"]
 
-    def _all_ids(self, dataset: Dataset) -> TokenRows:
+    def all_ids(self, dataset: Dataset) -> TokenRows:
+        """The token ids of every prompt of an unformatted data set; raise for a row that has none."""
         ids = TokenRows(self._tokenized(dataset.select_columns("prompt")))
         if not ids.lengths.all():
             row = int(np.flatnonzero(ids.lengths == 0)[0])
@@ -299,7 +300,7 @@ class DatasetMapper:
         room = self.config.max_completion_length if has_absolute_positions(base_model(self.model)) else 1
         return context - room, f"a context of {context} tokens, {room} of them for the completion"
 
-    def _fitting_rows(self, ids: TokenRows) -> list[int]:
+    def fitting_rows(self, ids: TokenRows) -> list[int]:
         """Indices of the rows whose prompt leaves room to answer; the others are named in a warning."""
         limit, reason = self.prompt_limit()
         if limit is None:

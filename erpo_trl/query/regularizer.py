@@ -142,8 +142,13 @@ class QueryRegularizerMixin(ResumeMixin):
         self._arrival.keep_reference()
 
     def _without_long_prompts(self, dataset):
-        limit, _ = self.dataset_mapper.prompt_limit()
-        return dataset if limit is None else drop_long_prompts(dataset, self.dataset_mapper.tokenize, limit)
+        mapper = self.dataset_mapper
+        limit, _ = mapper.prompt_limit()
+        if limit is None:
+            return dataset
+        if isinstance(dataset, IterableDataset):
+            return drop_long_prompts(dataset, mapper.tokenize, limit)
+        return dataset.select(mapper.fitting_rows(mapper.all_ids(dataset.with_format(None))))
 
     def extra_state(self) -> dict:
         return {"arrived_batches": self._arrival.mean.batches if self._arrival else 0}
