@@ -5,12 +5,24 @@ import math
 import pytest
 import torch
 
-from erpo_trl.query.weights import query_weights
+from erpo_trl.query.weights import (
+    Queries,
+    WeightRule,
+    of_means,
+    query_weights,
+)
 
 
-def weights(nll, mean=None, **kwargs):
+def queries(nll, tokens=None):
     nll = torch.tensor(nll, dtype=torch.float64)
-    return query_weights(nll, nll.mean().item() if mean is None else mean, **kwargs).tolist()
+    return Queries(nll, torch.ones_like(nll) if tokens is None else torch.tensor(tokens, dtype=torch.float64))
+
+
+def weights(nll, mean=None, tokens=None, population=None, scored=None, **rule):
+    """Weights relative to a population: the queries themselves, one known by its mean, or that given."""
+    of = queries(nll, tokens)
+    population = population or (of if mean is None else of_means(mean, mean))
+    return query_weights(of, population, WeightRule(**rule), scored).tolist()
 
 
 def test_two_queries():
@@ -42,10 +54,9 @@ def test_the_mean_is_an_argument():
 def test_one_token_prompt():
     """A prompt of one token has no likelihood: weight 1, whatever its NLL field holds."""
     scored = torch.tensor([True, False, True])
-    nll = torch.tensor([3.0, 0.0, 6.0])
-    assert query_weights(nll, 4.5, scored=scored).tolist() == pytest.approx([1.5, 1.0, 0.75])
-    assert query_weights(torch.tensor([math.nan]), 4.5, scored=torch.tensor([False])).tolist() == [1.0]
-    assert query_weights(torch.tensor([0.0]), 4.5, clip=(0.0, 0.5), scored=torch.tensor([False])).tolist() == [1.0]
+    assert weights([3.0, 0.0, 6.0], mean=4.5, scored=scored) == pytest.approx([1.5, 1.0, 0.75])
+    assert weights([math.nan], mean=4.5, scored=torch.tensor([False])) == [1.0]
+    assert weights([0.0], mean=4.5, clip=(0.0, 0.5), scored=torch.tensor([False])) == [1.0]
 
 
 def test_certain_prompt():
@@ -62,7 +73,7 @@ def test_uniform():
 def test_unknown_scheme():
     """A misspelt scheme is refused by its name."""
     with pytest.raises((ValueError, KeyError), match="nll_ration"):
-        query_weights(torch.ones(1), 1.0, scheme="nll_ration")
+        weights([1.0], scheme="nll_ration")
 
 
 def test_random_ratios():

@@ -7,7 +7,7 @@ autocast), so that the drift at step 0 is 0 whatever they are.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
 from .table import ReferenceTable
-from .weights import query_weights
+from .weights import Queries, WeightRule, effective_sample_fraction, query_weights
 
 logger = logging.get_logger(__name__)
 
@@ -75,6 +75,8 @@ class ScoringReport:
         dropped: rows left out because their prompt is too long.
         forwards: forwards of the model on this process.
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
+        weight_ess: effective sample size of the weights, as a share of the rows.
+        population: what the weights are relative to: the rows that have a likelihood, or what the caller gave.
     """
 
     rows: int = 0
@@ -85,13 +87,20 @@ class ScoringReport:
     dropped: int = 0
     forwards: int = 0
     mean_nll: float = float("nan")
+    weight_ess: float = float("nan")
+    population: Queries | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return (
             f"Reference of {self.rows} rows: {self.scored} queries scored, {self.reused} reused, {self.duplicates} "
             f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
-            f"{self.mean_nll:.3f} nats"
+            f"{self.mean_nll:.3f} nats, effective sample size of the weights {self.weight_ess:.0%}"
         )
+
+
+def column_rule(config) -> WeightRule:
+    """What the column `query_weight` holds: 1 where the weights come from the policy, which nobody knows beforehand."""
+    return WeightRule("uniform") if config.query_weight_source == "policy" else WeightRule.of(config)
 
 
 class DatasetMapper:
@@ -168,14 +177,14 @@ class DatasetMapper:
         """The reference that the model is now."""
         return self._present_reference()[0]
 
-    def __call__(self, dataset: Dataset, mean_nll: float | None = None) -> Dataset:
+    def __call__(self, dataset: Dataset, population: Queries | None = None) -> Dataset:
         """Map a data set.
 
         Args:
             dataset: with a `prompt` column, strings or chat messages. Columns of an earlier mapping are kept where they
                 belong to the same reference and ids.
-            mean_nll: s̄ in nats to weight by; default the mean over this data set. Evaluation data is weighted by the
-                training set's.
+            population: what to weight relative to; default this data set's own queries. Evaluation data is weighted relative
+                to the training set: `report.population` of its mapping.
 
         Returns:
             The data set with `ref_query_logps`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows in order,
@@ -216,7 +225,7 @@ class DatasetMapper:
         self.report.unscorable = int((~scorable).sum())
         self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
 
-        mapped = self._attach(dataset, table, keys, known, scorable, mean_nll)
+        mapped = self._attach(dataset, table, keys, known, ids.lengths - 1, population)
         logger.info(str(self.report))
         return mapped.with_format(layout) if layout else mapped
 
@@ -378,7 +387,8 @@ class DatasetMapper:
 
     # ---- columns
 
-    def _attach(self, dataset, table, keys, known, scorable, mean_nll) -> Dataset:
+    def _attach(self, dataset, table, keys, known, tokens, population) -> Dataset:
+        scorable = tokens > 0
         reference = table.folder.name
         column = dataset["ref_query_logps"] if known.any() else None
         held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
@@ -396,16 +406,15 @@ class DatasetMapper:
             raise ValueError(
                 f"Row {row} of the data set holds reference log-probs that are no finite numbers: map it again."
             )
-        if mean_nll is None:
-            mean_nll = float(nll[scorable].mean()) if scorable.any() else float("nan")
-        self.report.mean_nll = mean_nll
-        weights = query_weights(
-            torch.from_numpy(nll),
-            mean_nll,
-            scheme=self.config.query_weight,
-            clip=self.config.query_weight_clip,
-            scored=torch.from_numpy(scorable),
-        ).numpy()
+        queries = Queries(torch.from_numpy(nll), torch.from_numpy(tokens))
+        scored = torch.from_numpy(scorable)
+        if population is None:
+            population = Queries(*(column[scored] for column in queries))
+        rule = column_rule(self.config)
+        weights = query_weights(queries, population, rule, scored).numpy()
+        self.report.population = population
+        self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
+        self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
 
         def attach(batch: dict, rows: list[int]) -> dict:
             return {
@@ -416,7 +425,7 @@ class DatasetMapper:
             }
 
         name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, reference, repr((self.config.query_weight, self.config.query_weight_clip))):
+        for part in (dataset._fingerprint, reference, repr(rule)):
             name.update(part.encode())
         for array in (keys, nll, weights):
             name.update(np.ascontiguousarray(array).tobytes())

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .arrival import RunningMeans
 from .checkpoint import last_whole_checkpoint, read_state, write_state
 from .reference import Reference
 
@@ -134,8 +135,8 @@ class ResumeMixin:
                 f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
             )
         self.dataset_mapper.reference = reference
-        self._mean_nll = state["mean_nll"]
-        self._arrived_batches = state.get("arrived_batches", 0)
+        if "running_means" in state:
+            self._resumed_means = RunningMeans(**state["running_means"])
 
     def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
         step, args = progress["global_step"], self.args
