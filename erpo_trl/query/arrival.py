@@ -82,14 +82,21 @@ class ArrivingReference:
     Args:
         mapper: holds the reference and how training calls the model.
         accelerator: the trainer's.
+        reference: at hand while training.
         population: what weights are relative to, of a sample; or the running means of what has arrived.
 
     Raises:
         ValueError: weights that need more of the training set than its means, and no sample.
     """
 
-    def __init__(self, mapper: DatasetMapper, accelerator: Accelerator, population: Queries | RunningMeans):
-        self.mapper, self.accelerator = mapper, accelerator
+    def __init__(
+        self,
+        mapper: DatasetMapper,
+        accelerator: Accelerator,
+        reference: StandbyReference,
+        population: Queries | RunningMeans,
+    ):
+        self.mapper, self.accelerator, self.reference = mapper, accelerator, reference
         self.means = population if isinstance(population, RunningMeans) else None
         self._sample = population if self.means is None else None
         rule = column_rule(mapper.config)
@@ -99,7 +106,6 @@ class ArrivingReference:
                 f"{what} needs the likelihoods of the training set, and a stream gives their means alone: set "
                 f"reference_sample_size, or use query_weight {', '.join(map(repr, MEAN_SCHEMES))} without normalization."
             )
-        self.reference = StandbyReference(mapper, accelerator, "Rows that are scored as they arrive need")
 
     def _score(self, queries: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Log-probs by query key, of the queries of all processes."""

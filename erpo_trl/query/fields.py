@@ -265,6 +265,10 @@ class GenerationFields(QueryFields):
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
             with absolute positions, which cannot run past their table).
+        log_policy_kl_steps (`int`, *optional*, defaults to `0`):
+            Measure the Policy-KL on the current batch every so many optimizer steps, the first included (metric `policy/kl`),
+            in one forward of the reference: the base model under a fresh LoRA adapter, else a frozen copy, which stays in
+            memory. 0: never. With `beta` above 0 TRL logs it in every step (metric `kl`).
         save_steps (`int`, *optional*):
             As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
             rounded up to one.
@@ -276,6 +280,9 @@ class GenerationFields(QueryFields):
     )
     reference_nll_decay: float = field(
         default=0.99, metadata={"help": "Decay of a stream's mean NLL over generation batches."}
+    )
+    log_policy_kl_steps: int = field(
+        default=0, metadata={"help": "Measure the Policy-KL every so many steps; 0: never."}
     )
     max_prompt_length: int | None = field(
         default=None,
@@ -289,6 +296,10 @@ class GenerationFields(QueryFields):
         for name, unit in {"max_prompt_length": "tokens", "reference_sample_size": "rows"}.items():
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name), unit)
+        if type(self.log_policy_kl_steps) is not int or self.log_policy_kl_steps < 0:
+            raise ValueError(
+                f"log_policy_kl_steps must be a whole number of steps >= 0, found {self.log_policy_kl_steps!r}."
+            )
         if not 0 <= number("reference_nll_decay", self.reference_nll_decay) < 1:
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         self._check_save_steps()

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
+from ..policy.kl import PolicyKLMonitor
 from .arrival import ArrivingReference, RunningMeans, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
 from .fingerprint import base_model
@@ -16,6 +17,7 @@ from .likelihood import has_absolute_positions, pass_position_ids
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
 from .sharding import prepared_for_scoring, training_precision
+from .standby import StandbyReference
 from .weights import Queries
 from .window import generation_window
 
@@ -51,6 +53,8 @@ class PreparedReferenceMixin(ResumeMixin):
         # What scores rows without reference columns, where the training data is not mapped beforehand
         self._arrival: ArrivingReference | None = None
         self._resumed_means: RunningMeans | None = None  # of a stream, from a checkpoint
+        self._standby: StandbyReference | None = None
+        self._policy_kl: PolicyKLMonitor | None = None
         self._reference_ready = False
         self.scoring_reports: list[
             tuple[str, ScoringReport]
@@ -101,23 +105,33 @@ class PreparedReferenceMixin(ResumeMixin):
                 self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
             elif self.eval_dataset is not None:
                 self.eval_dataset = self._map_evaluation(self.eval_dataset)
+            if getattr(self.args, "log_policy_kl_steps", 0):
+                reference = self._stand_by("log_policy_kl_steps needs", known)
+                self._policy_kl = PolicyKLMonitor(reference, self.accelerator)
         self._reference_ready = True
 
     def _score_on_arrival(self, resumed: bool) -> None:
         """Have training rows scored as they arrive: s̄ from a sample, or a running mean."""
         mapper = self.dataset_mapper
-        if resumed and mapper.pin() != mapper.present_reference():
-            raise ValueError(
-                "The checkpoint's rows are scored as they arrive, which needs the model that the run started from; this one is "
-                "another. Give the trainer the pre-RL model; the checkpoint's weights are loaded by themselves."
-            )
+        reference = self._stand_by("Rows that are scored as they arrive need", resumed)
         self.train_dataset = self._without_long_prompts(self.train_dataset)
         sample = self.args.reference_sample_size
         if sample is not None:
             mapper(sample_prompts(self.train_dataset, sample, self.args.seed))
             self._population = mapper.report.population
         means = self._resumed_means or RunningMeans(self.args.reference_nll_decay)
-        self._arrival = ArrivingReference(mapper, self.accelerator, self._population or means)
+        self._arrival = ArrivingReference(mapper, self.accelerator, reference, self._population or means)
+
+    def _stand_by(self, purpose: str, resumed: bool) -> StandbyReference:
+        """The reference at hand while training, one for all who need it."""
+        if self._standby is None:
+            if resumed and self.dataset_mapper.reference != self.dataset_mapper.present_reference():
+                raise ValueError(
+                    f"{purpose} the model that the checkpoint's run started from, and this one is another. Give the trainer the "
+                    "pre-RL model; the checkpoint's weights are loaded by themselves."
+                )
+            self._standby = StandbyReference(self.dataset_mapper, self.accelerator, purpose)
+        return self._standby
 
     def _without_long_prompts(self, dataset):
         mapper = self.dataset_mapper

@@ -231,6 +231,8 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         then = None
         if self._policy_weights and self._query_metrics[mode].micro_batches == 1:
             then = functools.partial(self._weigh_in_forward, inputs)
+        # Before TRL's forward, whose graph then waits for nothing but its backward
+        ref_logps = self._policy_kl.reference_logps(inputs) if self._measures_policy_kl() else None
         reader = QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"], then)
         loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
 
@@ -252,7 +254,14 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 penalty = penalty * self.current_gradient_accumulation_steps
             loss = loss + penalty
         self._record(inputs, reader, divergence.detach(), alpha * penalized.detach())
+        if ref_logps is not None:
+            counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            self._policy_kl.add(reader.completion_logps.detach(), ref_logps, counted)
         return loss
+
+    def _measures_policy_kl(self) -> bool:
+        every = self.args.log_policy_kl_steps
+        return self._policy_kl is not None and self.model.training and self.state.global_step % every == 0
 
     # ---- metrics
 
@@ -282,6 +291,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         mode = "train" if self.model.training else "eval"
         for name, value in self._query_metrics[mode].summarize(distinct=mode == "eval").items():
             self._metrics[mode][f"query/{name}"] = [value]
+        moved = self._policy_kl.summarize() if self._policy_kl is not None and mode == "train" else None
+        if moved is not None:
+            self._metrics[mode]["policy/kl"] = [moved]
         if "query/kl" in self._metrics[mode]:
             self._metrics[mode]["query/alpha"] = [self.query_alpha]
             mean = self._mean_nll
