@@ -10,6 +10,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from .policy.trust_region import REGIONS
 from .query.divergence import ESTIMATORS, LEVELS
+from .query.span import SPANS
 from .query.weights import WEIGHT_SCHEMES
 from .query.window import generation_window
 
@@ -66,6 +67,11 @@ class QueryFields:
             x over the query. Preset `paper`: `"token"` (authors' release; the paper is silent).
         query_kl_length_normalize (`bool`, *optional*, defaults to `False`):
             With `"sequence"`: estimator on the mean of x over the query's scored tokens.
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            Which tokens of a query count, in the Query-KL, in the likelihoods that the weights rest on and in the metrics:
+            `"prompt"` (all), `"user"` (the texts of user turns) or `"content"` (the texts of all turns, without what the
+            chat template writes around them; tools, arguments of tool calls and a default system turn are the template's).
+            The last two need prompts in chat form. A token counts if it lies wholly inside; the first never does.
         query_weight (`str`, *optional*):
             Weight w(q) on a query's advantages: `"nll_ratio"` (s̄/s(q), s the reference NLL in nats and s̄ its mean over
             the training set) or `"uniform"` (1). Preset `paper`: `"nll_ratio"` (paper section 4.2).
@@ -119,6 +125,12 @@ class QueryFields:
     query_kl_length_normalize: bool = field(
         default=False,
         metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token."},
+    )
+    query_span: str = field(
+        default="prompt",
+        metadata={
+            "help": "Which tokens of a query count: 'prompt' (all), 'user' (user turns) or 'content' (without the template)."
+        },
     )
     query_weight: str | None = field(
         default=None,
@@ -175,6 +187,7 @@ class QueryFields:
 
         _require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
         _require_one_of("query_kl_level", self.query_kl_level, LEVELS)
+        _require_one_of("query_span", self.query_span, SPANS)
         _require_one_of("query_weight", self.query_weight, WEIGHT_SCHEMES)
         _require_one_of("query_weight_source", self.query_weight_source, ("reference",))
         self.query_kl_coef = _number("query_kl_coef", self.query_kl_coef)

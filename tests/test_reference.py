@@ -43,7 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 from erpo_trl import DatasetMapper
 
-COLUMNS = ["ref_query_logps", "ref_query_nll", "query_weight", "query_fingerprint"]
+COLUMNS = ["ref_query_logps", "query_span", "ref_query_nll", "query_weight", "query_fingerprint"]
 
 
 @pytest.fixture

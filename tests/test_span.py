@@ -73,7 +73,7 @@ def find(span, messages, template, tokenizer=None, **arguments):
     """The span's stretches, and the text of each."""
     tokenizer = tokenizer or tokenizer_of(template)
     ids = ids_of(tokenizer, messages, **arguments)
-    found = SpanFinder(span, tokenizer, arguments)(messages, ids)
+    found = SpanFinder(span, tokenizer, arguments)(messages, ids, "Row 7")
     return found, [tokenizer.decode(ids[start:end]) for start, end in zip(found[::2], found[1::2])]
 
 
@@ -309,7 +309,9 @@ def test_stretches_and_back():
     ids=["reads", "counts", "splits", "cuts"],
 )
 def test_templates_that_read_the_text_are_refused(template, text, message):
-    with pytest.raises(ValueError, match=f"({message}).*query_span='user'.* Use query_span='prompt'"):
+    with pytest.raises(
+        ValueError, match=f"Row 7: its chat template.*({message}).*query_span='user'.* Use query_span='prompt'"
+    ):
         find("user", chat(text), template)
 
 
@@ -319,8 +321,10 @@ def test_a_template_that_splits_reasoning_serves_texts_without():
 
 def test_plain_text_is_refused():
     finder = SpanFinder("user", tokenizer_of(CHATML), {})
-    with pytest.raises(ValueError, match="plain text without messages, so query_span='user' cannot be found"):
-        finder("2+2", [1, 2, 3])
+    with pytest.raises(
+        ValueError, match="Row 7: the prompt is plain text without messages, so query_span='user' cannot be found"
+    ):
+        finder("2+2", [1, 2, 3], "Row 7")
 
 
 def test_other_ids_are_refused():
@@ -329,8 +333,11 @@ def test_other_ids_are_refused():
     ids = ids_of(tokenizer, chat("hi"))
     finder = SpanFinder("user", tokenizer, {})
     for other in (ids[:-1], [*ids[:-1], EOS]):
-        with pytest.raises(ValueError, match=f"give {len(ids)} tokens that are not the {len(other)} trained on"):
-            finder(chat("hi"), other)
+        with pytest.raises(
+            ValueError,
+            match=f"Row 7: its chat template and tokenizer give {len(ids)} tokens that are not the {len(other)} trained on",
+        ):
+            finder(chat("hi"), other, "Row 7")
 
 
 def test_slow_tokenizers_are_refused():

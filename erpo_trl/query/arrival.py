@@ -20,6 +20,7 @@ from .fingerprint import base_model, query_key, row_fingerprint
 from .reference import DatasetMapper
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_sharded
+from .span import scored_in_span
 from .weights import query_weights
 
 logger = logging.get_logger(__name__)
@@ -142,16 +143,19 @@ class ArrivingReference:
                     scored += [(query_key(row), logps) for row, logps in pairs]
         return dict(gather_object(scored))
 
-    def fill(self, columns: list[dict], ids: list[np.ndarray], learning: bool) -> list[dict]:
+    def fill(self, columns: list[dict], ids: list[np.ndarray], prompts: list, learning: bool) -> list[dict]:
         """The columns of each row, those that a row lacks computed.
 
         Args:
             columns: per row the reference columns, None where it has none.
             ids: per row the (T,) prompt ids.
+            prompts: per row the prompt, text or messages.
             learning: whether the rows count towards s̄; evaluation rows do not.
         """
         mapper = self.mapper
-        lacking = [row for row, column in enumerate(columns) if column["query_fingerprint"] is None]
+        lacking = [
+            row for row, column in enumerate(columns) if None in (column["query_fingerprint"], column["query_span"])
+        ]
         # Rows of a group share their prompt
         wanted = {query_key(ids[row]): ids[row] for row in lacking if len(ids[row]) > 1}
         scored = self._score(list(wanted.values()))
@@ -159,13 +163,18 @@ class ArrivingReference:
         for row in lacking:
             key = query_key(ids[row])
             logps = scored.get(key, np.empty(0, dtype=np.float32))
+            span = mapper.find_span(prompts[row], ids[row], f"Row {row} of the batch")
             filled[row] = {
                 "ref_query_logps": logps,
-                "ref_query_nll": abs(float(logps.sum(dtype=np.float64))),
+                "query_span": span,
+                "ref_query_nll": abs(float(logps[scored_in_span(span, len(ids[row]))].sum(dtype=np.float64))),
                 "query_fingerprint": row_fingerprint(mapper.reference.fingerprint, key),
             }
         nll = torch.tensor([column["ref_query_nll"] for column in filled], dtype=torch.float64)
-        scorable = torch.tensor([len(row) > 1 for row in ids], dtype=torch.bool)
+        spans = [column["query_span"] for column in filled]
+        scorable = torch.tensor(
+            [scored_in_span(span, len(row)).any() for span, row in zip(spans, ids)], dtype=torch.bool
+        )
         total = torch.stack([nll[scorable].sum(), scorable.sum().double()]).float()
         total, rows = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
         mean = self.mean.value

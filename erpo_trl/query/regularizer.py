@@ -11,6 +11,7 @@ import inspect
 import math
 from collections import deque
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -26,6 +27,7 @@ from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
 from .sharding import prepared_for_scoring, training_precision
+from .span import scored_in_span, span_key
 from .window import generation_window
 
 logger = logging.get_logger(__name__)
@@ -55,6 +57,7 @@ class QueryRegularizerMixin(ResumeMixin):
             self.processing_class,
             self.args,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            template=self._template_arguments(),
             autocast_dtype=autocast,
             precision=precision,
             prepare=self._prepared_for_scoring,
@@ -79,6 +82,11 @@ class QueryRegularizerMixin(ResumeMixin):
         return self.args.query_kl_coef
 
     # ---- construction
+
+    def _template_arguments(self) -> dict:
+        """What TRL's `_tokenize_prompts` renders chats with; RLOO has no tools."""
+        optional = {name: getattr(self, name, None) or None for name in ("tools", "chat_template")}
+        return {name: value for name, value in optional.items() if value is not None} | self.chat_template_kwargs
 
     def _generation_window(self) -> int:
         generate_every = self.args.steps_per_generation * self.args.num_iterations
@@ -229,17 +237,21 @@ class QueryRegularizerMixin(ResumeMixin):
         prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
         if self._arrival is not None:
             ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
-            columns = self._arrival.fill(columns, ids, learning=self.model.training)
+            prompts = [row["prompt"] for row in inputs]
+            columns = self._arrival.fill(columns, ids, prompts, learning=self.model.training)
             self._mean_nll = self._arrival.mean.value
         keys = self._check_ids(prompt_ids, prompt_mask, columns, inputs)
         device, width = prompt_ids.device, prompt_ids.shape[1] - 1
-        ref_logps = torch.zeros(len(inputs), width)
+        ref_logps, in_span = torch.zeros(len(inputs), width), torch.zeros(len(inputs), width, dtype=torch.bool)
         for row, column in enumerate(columns):
             logps = column["ref_query_logps"]
             if len(logps):
                 ref_logps[row, width - len(logps) :] = torch.tensor(logps, dtype=torch.float32)
+                counted = scored_in_span(column["query_span"], len(logps) + 1)
+                in_span[row, width - len(logps) :] = torch.from_numpy(counted)
         weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
         batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
+        batch["query_mask"] = scored_token_mask(prompt_mask) & in_span.to(device)  # (B, P-1)
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
         batch["unweighted_advantages"] = batch["advantages"]
@@ -247,13 +259,14 @@ class QueryRegularizerMixin(ResumeMixin):
         return batch
 
     def _check_ids(self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], rows: list[dict]) -> list[int]:
-        """The query key of each row; raise where the ids trained on are not the ids scored."""
+        """Key of each row's query and span; raise where the ids trained on are not the ids scored, nor the span the run's."""
         reference = self.dataset_mapper.reference.fingerprint
+        # Columns that came with a stream; all others are this trainer's
+        elsewhere = isinstance(self.train_dataset, IterableDataset) and self._arrival is None
         keys = []
         for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
             ids = ids[mask.bool()].numpy()
-            keys.append(query_key(ids))
-            found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, keys[-1])
+            found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, query_key(ids))
             if found is None:
                 raise ValueError(
                     f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "
@@ -273,6 +286,15 @@ class QueryRegularizerMixin(ResumeMixin):
                 raise ValueError(
                     f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(rows[row]['prompt'])}"
                 )
+            span = np.asarray(columns[row]["query_span"], dtype=np.int64).tolist()
+            if elsewhere and span != self.dataset_mapper.find_span(
+                rows[row]["prompt"], ids, f"Row {row} of the batch"
+            ):
+                raise ValueError(
+                    f"Row {row} of the batch was mapped with another query_span than this run's, {self.args.query_span!r}: map "
+                    f"the stream again with this run's config. Prompt: {_shorten(rows[row]['prompt'])}"
+                )
+            keys.append(span_key(ids, span))
         return keys
 
     # ---- the optimizer step
@@ -312,7 +334,7 @@ class QueryRegularizerMixin(ResumeMixin):
         R̂ over the step's distinct queries.
         """
         sizes = [len(batch["query_key"]) for batch in batches]
-        scored = [scored_token_mask(batch["prompt_mask"]).any(-1) for batch in batches]
+        scored = [batch["query_mask"].any(-1) for batch in batches]
         rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(scored).long()], dim=1)
         rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=-1)
         ranks = self.accelerator.num_processes
@@ -335,7 +357,7 @@ class QueryRegularizerMixin(ResumeMixin):
         return settled
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        reader = QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"])
+        reader = QueryReader(model, inputs["prompt_ids"], inputs["query_mask"], inputs["query_owner"])
         loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
 
         alpha, share = self.query_alpha, inputs["query_share"]

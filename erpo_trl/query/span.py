@@ -11,8 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import is_conversational, prepare_multimodal_messages
+
+from .fingerprint import query_key
 
 # Value of `query_span` -> the roles whose texts it holds, None for those of all roles
 SPAN_ROLES = {"user": ("user",), "content": None}
@@ -157,10 +160,16 @@ def scored_in_span(span: Sequence[int], length: int) -> np.ndarray:
     Returns:
         (T-1,) bool; entry t is about token t+1, as in `ref_query_logps`.
     """
+    span = np.asarray(span, dtype=np.int64)
     edges = np.zeros(length + 1, dtype=np.int64)
     edges[span[::2]] += 1
     edges[span[1::2]] -= 1
     return edges.cumsum()[1:length] > 0
+
+
+def span_key(ids: Sequence[int], span: Sequence[int]) -> int:
+    """Name of a query together with what counts of it: the same ids may be the user's in one row and not in another."""
+    return query_key(ids) if list(span) == [0, len(ids)] else query_key([*ids, -1, *span])
 
 
 class SpanFinder:
@@ -206,12 +215,13 @@ class SpanFinder:
             conversation=messages, add_generation_prompt=True, tokenize=False, **self.template
         )
 
-    def __call__(self, prompt: str | list[dict], ids: Sequence[int]) -> list[int]:
+    def __call__(self, prompt: str | list[dict], ids: Sequence[int], row: str) -> list[int]:
         """Find the span of one prompt.
 
         Args:
             prompt: text, or messages.
             ids: (T,) the tokens that it is trained with.
+            row: what an error calls it.
 
         Raises:
             ValueError: the prompt is no chat, or its span cannot be known.
@@ -220,15 +230,22 @@ class SpanFinder:
             return [0, len(ids)]
         advice = f"so query_span={self.span!r} cannot be found in it. Use query_span='prompt'"
         if not is_conversational({"prompt": prompt}):
-            raise ValueError(f"the prompt is plain text without messages, {advice}.")
+            raise ValueError(f"{row}: the prompt is plain text without messages, {advice}.")
         try:
             text, spans = written_spans(self._render, prompt, SPAN_ROLES[self.span])
         except ValueError as error:
-            raise ValueError(f"{error}, {advice}.") from error
+            raise ValueError(f"{row}: {error}, {advice}.") from error
         encoding = self._backend.encode(text, add_special_tokens=False)
         if not np.array_equal(encoding.ids, ids):
             raise ValueError(
-                f"its chat template and tokenizer give {len(encoding.ids)} tokens that are not the {len(ids)} trained on, "
-                f"{advice}."
+                f"{row}: its chat template and tokenizer give {len(encoding.ids)} tokens that are not the {len(ids)} trained "
+                f"on, {advice}."
             )
         return stretches(tokens_inside(encoding.offsets, spans))
+
+    def of_rows(self, dataset: Dataset, ids: Sequence[np.ndarray], names: Sequence[int]) -> Iterator[list[list[int]]]:
+        """The spans of an unformatted data set's prompts, in batches; `names` are the indices that errors call its rows."""
+        for start in range(0, len(ids), 1000):
+            rows = range(start, min(start + 1000, len(ids)))
+            prompts = [None] * len(rows) if self.span == "prompt" else dataset[start : rows.stop]["prompt"]
+            yield [self(prompt, ids[i], f"Row {names[i]} of the data set") for i, prompt in zip(rows, prompts)]
