@@ -9,6 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from ..presets import PRESETS
 from .divergence import ESTIMATORS, LEVELS
+from .span import SPANS
 from .weights import weight_scheme
 from .window import generation_window
 
@@ -52,6 +53,11 @@ class QueryFields:
             Most that log α moves in one step when it adapts; it moves so far where the drift is 0, or twice the target.
         query_kl_ema (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of R̂ that α follows, in [0, 1).
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            Which tokens of a query count, in the Query-KL, in the likelihoods that the weights rest on and in the metrics:
+            `"prompt"` (all), `"user"` (the texts of user turns) or `"content"` (the texts of all turns, without what the
+            chat template writes around them; tools, arguments of tool calls and a default system turn are the template's).
+            The last two need prompts in chat form. A token counts if it lies wholly inside; the first never does.
         query_weight (`str`, *optional*):
             Weight w(q) on a query's advantages, by its NLL s(q) in nats and the mean s̄ over the training set: `"nll_ratio"`
             (s̄/s), `"token_nll_ratio"` (the same of s per token), `"softmax"`, `"quantile"` (of its rank), `"snis"`
@@ -123,6 +129,12 @@ class QueryFields:
         default=False,
         metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token."},
     )
+    query_span: str = field(
+        default="prompt",
+        metadata={
+            "help": "Which tokens of a query count: 'prompt' (all), 'user' (user turns) or 'content' (without the template)."
+        },
+    )
     query_weight: str | None = field(
         default=None,
         metadata={
@@ -173,6 +185,7 @@ class QueryFields:
 
         require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
         require_one_of("query_kl_level", self.query_kl_level, LEVELS)
+        require_one_of("query_span", self.query_span, SPANS)
         self._require_switch("query_kl_length_normalize")
         if self.query_kl_length_normalize and self.query_kl_level != "sequence":
             raise ValueError(

@@ -38,7 +38,7 @@ class QueryReader:
     Args:
         model: the model TRL would have called (wrapped or not).
         prompt_ids: (B, P) token ids, left-padded; the first P columns of the ids that TRL passes.
-        prompt_mask: (B, P) 1 on real tokens.
+        query_mask: (B, P-1) True where a token is scored.
         rows: (B,) bool, the rows whose prompt is labelled. On a GPU the head projects labelled positions only, so a query
             that K rows share costs one projection, not K.
         then: called after the forward, before TRL goes on.
@@ -48,13 +48,13 @@ class QueryReader:
         self,
         model: nn.Module,
         prompt_ids: Tensor,
-        prompt_mask: Tensor,
+        query_mask: Tensor,
         rows: Tensor,
         then: Callable[["QueryReader"], None] | None = None,
     ):
         self.model = model
         self.then = then
-        self.mask = scored_token_mask(prompt_mask) & rows.unsqueeze(1)  # (B, P-1)
+        self.mask = query_mask & rows.unsqueeze(1)  # (B, P-1)
         self.targets = prompt_ids[:, 1:]
         self.logps: Tensor | None = None  # (B, P-1) nats, with gradient; meaningful where `mask`
         self.completion_logps: Tensor | None = None  # (B, C) nats, with gradient

@@ -45,6 +45,7 @@ class PreparedReferenceMixin(ResumeMixin):
             self.processing_class,
             self.args,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            template=self._template_arguments(),
             autocast_dtype=autocast,
             precision=precision,
             prepare=self._prepared_for_scoring,
@@ -62,6 +63,11 @@ class PreparedReferenceMixin(ResumeMixin):
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
         self._few_effective = False  # whether a small effective sample size has been warned of
+
+    def _template_arguments(self) -> dict:
+        """What TRL's `_tokenize_prompts` renders chats with; RLOO has no tools."""
+        optional = {name: getattr(self, name, None) or None for name in ("tools", "chat_template")}
+        return {name: value for name, value in optional.items() if value is not None} | self.chat_template_kwargs
 
     def _generation_window(self) -> int:
         generate_every = self.args.steps_per_generation * self.args.num_iterations

@@ -28,6 +28,7 @@ from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
+from .span import SpanFinder, scored_in_span
 from .table import ReferenceTable
 from .weights import Queries, WeightRule, effective_sample_fraction, query_weights
 
@@ -35,8 +36,9 @@ logger = logging.get_logger(__name__)
 
 # The columns a mapped data set carries, beside its own
 REFERENCE_FEATURES = {
-    "ref_query_logps": List(Value("float32")),  # one per scored token, nats
-    "ref_query_nll": Value("float32"),  # minus their sum
+    "ref_query_logps": List(Value("float32")),  # one per token but the first, nats, whatever the span
+    "query_span": List(Value("int32")),  # start, end of each stretch of tokens that count, flat
+    "ref_query_nll": Value("float32"),  # minus the sum over these tokens
     "query_weight": Value("float32"),
     "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
 }
@@ -72,6 +74,7 @@ class ScoringReport:
         reused: distinct queries found in the data set's own columns or in the table.
         duplicates: further rows with the ids of another row.
         unscorable: rows of one token, which has no likelihood.
+        spanless: rows of more tokens, none of which is in their span.
         dropped: rows left out because their prompt is too long.
         forwards: forwards of the model on this process.
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
@@ -84,6 +87,7 @@ class ScoringReport:
     reused: int = 0
     duplicates: int = 0
     unscorable: int = 0
+    spanless: int = 0
     dropped: int = 0
     forwards: int = 0
     mean_nll: float = float("nan")
@@ -112,6 +116,7 @@ class DatasetMapper:
         processing_class: the tokenizer or processor that training uses.
         config: an [`ERPOConfig`].
         tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
+        template: arguments that chats are rendered with besides themselves. Default: `config.chat_template_kwargs`.
         autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
         precision: name of what lowers the precision of a forward in training, part of the fingerprint. Default: the dtype of
             autocast.
@@ -131,6 +136,7 @@ class DatasetMapper:
         config,
         *,
         tokenize: Callable[[list], list[Sequence[int]]] | None = None,
+        template: dict | None = None,
         autocast_dtype: torch.dtype | None | str = "config",
         precision: str | None = None,
         prepare: Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]] = contextlib.nullcontext,
@@ -140,6 +146,8 @@ class DatasetMapper:
         self.processing_class = processing_class
         self.config = config
         self.tokenize = tokenize or self._tokenize
+        self.template = (config.chat_template_kwargs or {}) if template is None else template
+        self.find_span = SpanFinder(config.query_span, processing_class, self.template)
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
         self.autocast_dtype = autocast_dtype
@@ -187,11 +195,12 @@ class DatasetMapper:
                 to the training set: `report.population` of its mapping.
 
         Returns:
-            The data set with `ref_query_logps`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows in order,
-            rows with too long a prompt left out.
+            The data set with `ref_query_logps`, `query_span`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows
+            in order, rows with too long a prompt left out.
 
         Raises:
-            ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
+            ValueError: a row cannot be tokenised, is empty or has no span that can be known (named by its index), or no row is
+                left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
         require_mappable(dataset, REFERENCE_FEATURES)
@@ -206,6 +215,7 @@ class DatasetMapper:
         if len(kept) < len(ids):
             dataset = dataset.select(kept)
             ids = TokenRows([[ids[row] for row in kept]])
+        spans = TokenRows(self.find_span.of_rows(dataset, ids, kept))
 
         keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
         known = np.zeros(len(ids), dtype=bool)
@@ -225,7 +235,7 @@ class DatasetMapper:
         self.report.unscorable = int((~scorable).sum())
         self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
 
-        mapped = self._attach(dataset, table, keys, known, ids.lengths - 1, population)
+        mapped = self._attach(dataset, table, keys, known, scorable, spans, population)
         logger.info(str(self.report))
         return mapped.with_format(layout) if layout else mapped
 
@@ -266,7 +276,7 @@ class DatasetMapper:
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **(self.config.chat_template_kwargs or {}),
+            **self.template,
         )["input_ids"]
 
     def all_ids(self, dataset: Dataset) -> TokenRows:
@@ -387,8 +397,7 @@ class DatasetMapper:
 
     # ---- columns
 
-    def _attach(self, dataset, table, keys, known, tokens, population) -> Dataset:
-        scorable = tokens > 0
+    def _attach(self, dataset, table, keys, known, scorable, spans, population) -> Dataset:
         reference = table.folder.name
         column = dataset["ref_query_logps"] if known.any() else None
         held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
@@ -400,18 +409,29 @@ class DatasetMapper:
             source = row if known[row] else held.get(key)
             return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
 
-        nll = np.fromiter((abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))), float, len(keys))
+        nll, tokens = np.zeros(len(keys)), np.zeros(len(keys), dtype=np.int64)
+        for row in range(len(keys)):
+            logps = logps_of(row)
+            counted = scored_in_span(spans[row], len(logps) + 1)
+            nll[row], tokens[row] = abs(logps[counted].sum(dtype=np.float64)), counted.sum()
+        scored = tokens > 0
+        self.report.spanless = int((scorable & ~scored).sum())
+        if self.report.spanless:
+            logger.warning(
+                f"{self.report.spanless} of {len(keys)} rows have no token in their span "
+                f"(query_span={self.config.query_span!r}): they weigh 1 and have no Query-KL."
+            )
         if not np.isfinite(nll).all():
             row = int(np.flatnonzero(~np.isfinite(nll))[0])
             raise ValueError(
                 f"Row {row} of the data set holds reference log-probs that are no finite numbers: map it again."
             )
         queries = Queries(torch.from_numpy(nll), torch.from_numpy(tokens))
-        scored = torch.from_numpy(scorable)
+        counted = torch.from_numpy(scored)
         if population is None:
-            population = Queries(*(column[scored] for column in queries))
+            population = Queries(*(column[counted] for column in queries))
         rule = column_rule(self.config)
-        weights = query_weights(queries, population, rule, scored).numpy()
+        weights = query_weights(queries, population, rule, counted).numpy()
         self.report.population = population
         self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
         self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
@@ -419,15 +439,16 @@ class DatasetMapper:
         def attach(batch: dict, rows: list[int]) -> dict:
             return {
                 "ref_query_logps": [logps_of(row) for row in rows],
+                "query_span": [spans[row] for row in rows],
                 "ref_query_nll": nll[rows].astype(np.float32),
                 "query_weight": weights[rows].astype(np.float32),
                 "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
             }
 
         name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, reference, repr(rule)):
+        for part in (dataset._fingerprint, reference, repr((rule, self.config.query_span))):
             name.update(part.encode())
-        for array in (keys, nll, weights):
+        for array in (keys, nll, weights, spans.lengths, *(spans[row] for row in range(len(spans)))):
             name.update(np.ascontiguousarray(array).tobytes())
         # Without declared features, a first batch of empty lists or of ints would fix a wrong type
         features = dataset.features.copy()

@@ -126,6 +126,12 @@ class ResumeMixin:
                     f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
                     "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
                 )
+        span = state.get("query_span", "prompt")
+        if span != self.args.query_span:
+            raise ValueError(
+                f"The checkpoint was trained with query_span={span!r}, this run has {self.args.query_span!r}: its weights and its "
+                "Query-KL would count other tokens. Resume with the checkpoint's setting."
+            )
         folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
         if self.args.reference_cache_dir is None and os.path.isdir(folder):
             self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
@@ -195,6 +201,7 @@ class ResumeMixin:
             state = {
                 **asdict(self.dataset_mapper.reference),
                 "head": self.dataset_mapper.head_settings(),
+                "query_span": self.args.query_span,
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
                 "reference_sample_size": self.args.reference_sample_size,
