@@ -80,6 +80,7 @@ class ScoringReport:
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
         weight_ess: effective sample size of the weights, as a share of the rows.
         population: what the weights are relative to: the rows that have a likelihood, or what the caller gave.
+        queries: likelihoods of all rows under the reference, of 0 tokens where a row has none.
     """
 
     rows: int = 0
@@ -93,6 +94,7 @@ class ScoringReport:
     mean_nll: float = float("nan")
     weight_ess: float = float("nan")
     population: Queries | None = field(default=None, repr=False)
+    queries: Queries | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return (
@@ -432,7 +434,7 @@ class DatasetMapper:
             population = Queries(*(column[counted] for column in queries))
         rule = column_rule(self.config)
         weights = query_weights(queries, population, rule, counted).numpy()
-        self.report.population = population
+        self.report.population, self.report.queries = population, queries
         self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
         self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
 

@@ -159,7 +159,7 @@ class ResumeMixin:
             changed.append("reference_sample_size")
         elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
+        changed += [name for name, value in self._order_settings().items() if state.get(name, value) != value]
         if not changed:
             return
         message = (
@@ -176,6 +176,11 @@ class ResumeMixin:
 
     def restore_extra_state(self, state: dict) -> None:
         """Take up what `extra_state` gave, before training goes on."""
+
+    def _order_settings(self) -> dict:
+        """Settings that say in which order the rows come."""
+        names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
+        return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
 
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
@@ -205,8 +210,7 @@ class ResumeMixin:
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
                 "reference_sample_size": self.args.reference_sample_size,
-                "seed": self.args.seed,
-                "shuffle_dataset": self.args.shuffle_dataset,
+                **self._order_settings(),
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
                 **self.extra_state(),
             }
