@@ -1,5 +1,6 @@
 """Config fields of the environment side, which every config of this package has beside those of its TRL config."""
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from ..presets import PRESETS
 from .divergence import ESTIMATORS, LEVELS
+from .references import MODES, parse_references
 from .span import SPANS
 from .weights import weight_scheme
 from .window import generation_window
@@ -78,6 +80,15 @@ class QueryFields:
             detached, read at every update, relative to the distinct queries of the whole optimizer step in place of the
             training set. With several micro-batches a step that takes one prompt-only forward a step, see README. Preset
             `paper`: `"reference"`; preset `release`: `"policy"`.
+        query_references (`dict`, *optional*):
+            Several references: name -> `{"weight": λ, "model": hub id or folder}` or `{"weight": λ, "table": folder of a
+            reference table}`. `"self"`, the model before RL, takes a weight alone. Default: `"self"` of weight 1. The weights
+            w(q) read `"self"` in any case.
+        query_references_mode (`str`, *optional*, defaults to `"sum"`):
+            `"sum"`: the drift is Σ λ_k R̂_k. `"mixture"`: the estimator on log Σ λ_k e^{ℓ_k} - ℓ_θ, which needs
+            `query_kl_level="sequence"` and λ that sum to 1.
+        query_references_column (`str`, *optional*):
+            Column of the data set with each row's λ, in place of those above: a list in their order, or a mapping by name.
         reference_cache_dir (`str`, *optional*):
             Folder of the reference tables, shared by all processes and found again by later runs and by resume. Default:
             `erpo_trl/reference` in the Hugging Face cache (`HF_HOME`).
@@ -157,6 +168,15 @@ class QueryFields:
         default=None,
         metadata={"help": "Whose likelihood the weight reads: 'reference' or 'policy'. Preset 'paper': reference."},
     )
+    query_references: dict | str | None = field(
+        default=None, metadata={"help": "Several references, as JSON: name -> weight, and model or table."}
+    )
+    query_references_mode: str = field(
+        default="sum", metadata={"help": "'sum' of the drifts, or drift from the 'mixture' of the references."}
+    )
+    query_references_column: str | None = field(
+        default=None, metadata={"help": "Column with each row's weights of the references."}
+    )
     reference_cache_dir: str | None = field(
         default=None,
         metadata={"help": "Folder of the reference tables. Default: erpo_trl/reference in the Hugging Face cache."},
@@ -194,6 +214,7 @@ class QueryFields:
             )
         self._check_alpha()
         self._check_weights()
+        self._check_references()
         require_whole("reference_batch_tokens", self.reference_batch_tokens, "tokens")
         if self.reference_cache_dir is not None:
             if not isinstance(self.reference_cache_dir, (str, os.PathLike)):
@@ -237,6 +258,28 @@ class QueryFields:
                 f"query_kl_coef={self.query_kl_coef:g}, from where α adapts to query_kl_target, must lie in "
                 f"query_kl_coef_range={[low, high]!r}."
             )
+
+    def _check_references(self) -> None:
+        require_one_of("query_references_mode", self.query_references_mode, MODES)
+        if self.query_references is None:
+            for name, value in (("query_references_mode", "sum"), ("query_references_column", None)):
+                if getattr(self, name) != value:
+                    raise ValueError(f"{name} is about several references: set query_references.")
+            return
+        specs = parse_references(self.query_references)
+        self.query_references = (
+            json.loads(self.query_references) if isinstance(self.query_references, str) else self.query_references
+        )
+        if self.query_references_mode == "mixture":
+            if self.query_kl_level != "sequence":
+                raise ValueError(
+                    "query_references_mode='mixture' mixes likelihoods of whole queries: set query_kl_level='sequence'."
+                )
+            total = sum(spec.weight for spec in specs)
+            if self.query_references_column is None and abs(total - 1) > 1e-4:
+                raise ValueError(
+                    f"query_references_mode='mixture' needs weights that sum to 1, those of query_references sum to {total:g}."
+                )
 
     def _check_weights(self) -> None:
         if not isinstance(self.query_weight, str):

@@ -15,9 +15,10 @@ from .checks import check_model, refuse_images, refuse_unsupported
 from .fingerprint import base_model
 from .likelihood import has_absolute_positions, pass_position_ids
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
+from .references import SEVERAL_FEATURES, OtherReferences, load_reference, parse_references
 from .resume import ResumeMixin
 from .sampling import CurriculumSampler, curriculum_weights, sampling_power, typical_rows
-from .sharding import prepared_for_scoring, training_precision
+from .sharding import is_sharded, prepared_for_scoring, training_precision
 from .standby import StandbyReference
 from .weights import Queries, WeightRule
 from .window import generation_window
@@ -56,6 +57,21 @@ class PreparedReferenceMixin(ResumeMixin):
         # What scores rows without reference columns, where the training data is not mapped beforehand
         self._arrival: ArrivingReference | None = None
         self._resumed_means: RunningMeans | None = None  # of a stream, from a checkpoint
+        self._others: OtherReferences | None = None
+        if self.args.query_references is not None:
+            self._references = parse_references(self.args.query_references)
+            self._others = OtherReferences(
+                self._references,
+                self.dataset_mapper,
+                lambda name: load_reference(
+                    name,
+                    self.args.model_init_kwargs or {},
+                    self.accelerator.device,
+                    is_sharded(self.model) or self.accelerator.is_fsdp2,
+                ),
+                self.args.query_references_column,
+                self.args.query_references_mode == "mixture",
+            )
         self._standby: StandbyReference | None = None
         self._policy_kl: PolicyKLMonitor | None = None
         self._reference_ready = False
@@ -104,11 +120,15 @@ class PreparedReferenceMixin(ResumeMixin):
                 if getattr(self.args, "query_drop_quantile", 0):
                     self._drop_atypical()
                 report = self.dataset_mapper.report
+                if self._others is not None:
+                    self.train_dataset = self._others(self.train_dataset)
                 self._population, self._train_queries = report.population, report.queries
                 self.scoring_reports.append(("training", report))
                 self._warn_of_few_effective(report.weight_ess, "training set")
             elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
                 self._score_on_arrival(known)
+            elif self._others is not None and self.train_dataset is not None:
+                raise ValueError("query_references needs a map-style training set, found a stream: unset it.")
             if isinstance(self.train_dataset, Dataset):
                 self._warn_of_left_over_rows()
             if isinstance(self.eval_dataset, dict):
@@ -147,11 +167,11 @@ class PreparedReferenceMixin(ResumeMixin):
     def _score_on_arrival(self, resumed: bool) -> None:
         """Have training rows scored as they arrive: s̄ from a sample, or a running mean."""
         mapper, args = self.dataset_mapper, self.args
-        for name in ("query_sampling_power", "query_drop_quantile"):
+        for name in ("query_sampling_power", "query_drop_quantile", "query_references"):
             if getattr(args, name):
                 raise ValueError(
-                    f"{name} needs every row's likelihood before training, and these rows are scored as they arrive: set it to "
-                    "0, or give the trainer a map-style data set without reference_sample_size."
+                    f"{name} needs every row's likelihood before training, and these rows are scored as they arrive: unset "
+                    "it, or give the trainer a map-style data set without reference_sample_size."
                 )
         reference = self._stand_by("Rows that are scored as they arrive need", resumed)
         self.train_dataset = self._without_long_prompts(self.train_dataset)
@@ -214,6 +234,8 @@ class PreparedReferenceMixin(ResumeMixin):
             return dataset
         dataset = self.dataset_mapper(dataset, self._population)
         self.scoring_reports.append(("evaluation", self.dataset_mapper.report))
+        if self._others is not None:
+            dataset = self._others(dataset)
         self._mapped_evaluation.add(dataset._fingerprint)
         return dataset
 
@@ -258,7 +280,8 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
-        missing = [name for name in REFERENCE_FEATURES if name not in self._signature_columns]
+        columns = {**REFERENCE_FEATURES, **(SEVERAL_FEATURES if self.args.query_references is not None else {})}
+        missing = [name for name in columns if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
 
     def _warn_of_few_effective(self, share: float, of: str) -> None:

@@ -25,6 +25,7 @@ from .owners import settle_owners
 from .policy_weights import likelihoods, step_weights, weigh, weights_of_rows
 from .preparation import PreparedReferenceMixin
 from .reference import REFERENCE_FEATURES
+from .references import SEVERAL_FEATURES, several_query_kl, stack_references
 from .span import scored_in_span, span_key
 from .weights import WeightRule
 
@@ -70,9 +71,10 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
 
     def _generate_and_score_completions(self, inputs):
         """TRL's batch, with each row's reference log-probs, weight and query; weights multiply the advantages."""
-        columns = [{name: row.get(name) for name in REFERENCE_FEATURES} for row in inputs]
+        names = {**REFERENCE_FEATURES, **(SEVERAL_FEATURES if self._others is not None else {})}
+        columns = [{name: row.get(name) for name in names} for row in inputs]
         # Reward functions see the columns they would see under TRL
-        inputs = [{name: value for name, value in row.items() if name not in REFERENCE_FEATURES} for row in inputs]
+        inputs = [{name: value for name, value in row.items() if name not in names} for row in inputs]
         batch = super()._generate_and_score_completions(inputs)
 
         prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
@@ -91,6 +93,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 in_span[row, width - len(logps) :] = torch.from_numpy(counted)
         weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
         batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
+        if self._others is not None:
+            stacked = stack_references(columns, self._references, batch["ref_query_logps"])
+            batch["reference_logps"], batch["reference_weight"] = stacked  # (B, K, P-1), (B, K)
         batch["query_mask"] = scored_token_mask(prompt_mask) & in_span.to(device)  # (B, P-1)
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
@@ -255,14 +260,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
 
         alpha, share = self.query_alpha, inputs["query_share"]
         logps = reader.logps if alpha > 0 else reader.logps.detach()
-        divergence = query_kl(
-            logps,
-            inputs["ref_query_logps"],
-            reader.mask,
-            estimator=self.args.query_kl_estimator,
-            level=self.args.query_kl_level,
-            length_normalize=self.args.query_kl_length_normalize,
-        )
+        divergence = self._divergence(logps, reader.mask, inputs)
         penalized = hinge(divergence, self.args.query_kl_target) if self.args.query_kl_hinge else divergence
         if alpha > 0:
             penalty = alpha * (penalized * share).sum()
@@ -275,6 +273,15 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
             self._policy_kl.add(reader.completion_logps.detach(), ref_logps, counted)
         return loss
+
+    def _divergence(self, logps: Tensor, mask: Tensor, inputs: dict) -> Tensor:
+        """(B,) R̂ of each row's query, nats."""
+        args = self.args
+        settings = (args.query_kl_estimator, args.query_kl_level, args.query_kl_length_normalize)
+        if self._others is None:
+            return query_kl(logps, inputs["ref_query_logps"], mask, *settings)
+        references, weights = inputs["reference_logps"], inputs["reference_weight"]
+        return several_query_kl(logps, references, weights, mask, args.query_references_mode, *settings)
 
     def _measures_policy_kl(self) -> bool:
         every = self.args.log_policy_kl_steps

@@ -132,6 +132,11 @@ class ResumeMixin:
                 f"The checkpoint was trained with query_span={span!r}, this run has {self.args.query_span!r}: its weights and its "
                 "Query-KL would count other tokens. Resume with the checkpoint's setting."
             )
+        before, now = state.get("references", self._reference_settings()), self._reference_settings()
+        if before != now:
+            raise ValueError(
+                f"The checkpoint's run was held to the references {before}, this run has {now}. Resume with the checkpoint's."
+            )
         folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
         if self.args.reference_cache_dir is None and os.path.isdir(folder):
             self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
@@ -177,6 +182,11 @@ class ResumeMixin:
     def restore_extra_state(self, state: dict) -> None:
         """Take up what `extra_state` gave, before training goes on."""
 
+    def _reference_settings(self) -> dict:
+        """Settings that say which references the drift is measured from."""
+        names = ("query_references", "query_references_mode", "query_references_column")
+        return {name: getattr(self.args, name) for name in names}
+
     def _order_settings(self) -> dict:
         """Settings that say in which order the rows come."""
         names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
@@ -205,6 +215,7 @@ class ResumeMixin:
                 )
             state = {
                 **asdict(self.dataset_mapper.reference),
+                "references": self._reference_settings(),
                 "head": self.dataset_mapper.head_settings(),
                 "query_span": self.args.query_span,
                 "mean_nll": self._mean_nll,
