@@ -15,6 +15,7 @@ PRIVATE_NAMES = {
         "GRPOTrainer": (
             "_tokenize_prompts",  # the ids generation uses; the reference scores the same
             "_generate_and_score_completions",  # rows gain the reference columns here
+            "_calculate_rewards",  # the rewards of all processes, for advantages without a baseline
             "_prepare_inputs",  # a step's micro-batches are settled here
             "_get_per_token_logps_and_entropies",  # makes the one forward that the query reader stands in for
             "_get_train_sampler",  # advanced past finished epochs on resume
@@ -66,6 +67,7 @@ PRIVATE_ATTRIBUTES = {
         *_SHARED_ATTRIBUTES,
         "epsilon_low",  # set to infinity under a trust region
         "epsilon_high",
+        "_logs",  # what the completions table shows as advantage
         "off_policy_mask_threshold",  # taken over under a trust region
     ),
     "RLOOTrainer": _SHARED_ATTRIBUTES,

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
+from .policy.baseline import check_baseline
 from .policy.trust_region import REGIONS
 from .query.fields import GenerationFields, number, require_one_of
 
@@ -44,6 +45,9 @@ class ERPOConfig(GenerationFields, GRPOConfig):
             temperature, top-p or top-k. Set to `False` to train on rollouts of another policy.
         spo_epsilon (`float`, *optional*, defaults to `0.2`):
             ε, SPO's radius of |r - 1|.
+        advantage_baseline (`str`, *optional*, defaults to `"group"`):
+            What a completion's reward is compared with: `"group"`, the mean of its query's completions, as in TRL, or `"none"`,
+            REINFORCE on the reward itself, which needs `scale_rewards="none"`.
         loss_type (`str`, *optional*), scale_rewards (`str` or `bool`, *optional*):
             As in TRL, whose defaults hold where neither you nor the preset sets them.
     """
@@ -90,6 +94,9 @@ class ERPOConfig(GenerationFields, GRPOConfig):
         metadata={"help": "Refuse rollout log-probs at another temperature, top-p or top-k than the policy's."},
     )
     spo_epsilon: float = field(default=0.2, metadata={"help": "SPO's radius of |r - 1|."})
+    advantage_baseline: str = field(
+        default="group", metadata={"help": "What a reward is compared with: the mean of its 'group', or 'none'."}
+    )
     # TRL's fields, without their default so that a preset can tell whether the user set them
     loss_type: str | None = field(
         default=None, metadata={"help": "Aggregation of the token losses, as in TRL. Preset 'drpo': dr_grpo."}
@@ -104,6 +111,8 @@ class ERPOConfig(GenerationFields, GRPOConfig):
         self.scale_rewards = {"true": True, "false": False}.get(str(self.scale_rewards).lower(), self.scale_rewards)
         if not isinstance(self.scale_rewards, bool):
             require_one_of("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        require_one_of("advantage_baseline", self.advantage_baseline, ("group", "none"))
+        check_baseline(self)
         self._check_trust_region()
 
     def _check_trust_region(self) -> None:

@@ -5,6 +5,7 @@ import textwrap
 from trl import GRPOTrainer, RLOOTrainer
 
 from .config import ERPOConfig, ERPORLOOConfig
+from .policy.baseline import AdvantageBaselineMixin
 from .policy.mixin import TrustRegionMixin
 from .query.fields import QueryFields
 from .query.regularizer import QueryRegularizerMixin
@@ -22,7 +23,7 @@ ERPO_PAPER = {
 }
 
 
-class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, GRPOTrainer):
+class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, AdvantageBaselineMixin, GRPOTrainer):
     """GRPO with ERPO's Query-KL penalty and query weights in place of the Policy-KL.
 
     Takes what [`~trl.GRPOTrainer`] takes, with an [`ERPOConfig`] as `args` (default: one with its defaults), and works

@@ -69,11 +69,14 @@ def test_unknown_key_is_named(recipe, where, capsys):
     [
         ("--query_kl_estimator", "k4", "query_kl_estimator must be one of 'k1', 'k2', 'k3', found 'k4'"),
         ("--query_kl_coef", "-1", "query_kl_coef must be a finite number >= 0, found -1.0"),
-        ("--preset", "release", "preset='release' is not available yet"),
-        ("--preset", "papre", "preset must be one of 'paper', 'drpo', found 'papre'"),
-        ("--query_weight", "softmax", "query_weight must be one of 'nll_ratio', 'uniform', found 'softmax'"),
+        ("--preset", "papre", "preset must be one of 'paper', 'release', 'drpo', found 'papre'"),
+        (
+            "--query_weight",
+            "softmx",
+            "query_weight 'softmx' is neither a known name nor names a function. Known names:",
+        ),
         ("--query_weight_clip", "2", "query_weight_clip must hold two numbers"),
-        ("--query_weight_source", "policy", "query_weight_source must be one of 'reference', found 'policy'"),
+        ("--query_weight_source", "batch", "query_weight_source must be one of 'reference', 'policy', found 'batch'"),
         ("--reference_batch_tokens", "0", "reference_batch_tokens must be a whole number of tokens >= 1, found 0"),
         ("--num_generations", "3", "must be divisible by num_generations"),
         ("--auto_find_batch_size", "true", "auto_find_batch_size is not supported"),
