@@ -27,7 +27,7 @@ ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
 NAMES = sorted(
     str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "accelerate"
 )
-PAPER = [name for name in NAMES if name.startswith(("qwen2.5-math-7b/", "qwen2.5-32b/"))]
+PAPER = [name for name in NAMES if name.startswith(("qwen2.5-math-7b/", "qwen2.5-32b/", "release/"))]
 # max_position_embeddings of each model's config.json
 CONTEXT = {
     "demo": json.loads((MODEL_DIR / "config.json").read_text())["max_position_embeddings"],
@@ -103,7 +103,7 @@ def check_batches(path: Path, monkeypatch):
 
 def test_there_are_recipes():
     expected = [f"qwen2.5-math-7b/{method}.yaml" for method in METHODS] + ["demo.yaml"]
-    expected += ["qwen2.5-32b/erpo.yaml", "qwen2.5-32b/grpo.yaml"]
+    expected += ["qwen2.5-32b/erpo.yaml", "qwen2.5-32b/grpo.yaml", "release/qwen2.5-math-7b.yaml"]
     small = ("lora_single_gpu", "qlora_single_gpu", "vllm_colocate", "vllm_server")
     assert NAMES == sorted(expected + [f"qwen2.5-0.5b/{name}.yaml" for name in small])
     names = {path.stem for path in ACCELERATE}
