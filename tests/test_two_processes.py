@@ -75,10 +75,22 @@ REGION = {
 }
 STREAM = {"stream": True, "shuffle_dataset": False, "learning_rate": 0.1}
 RLOO = {"trainer": "rloo", "num_iterations": 2}
+# Weights from the policy, α that adapts, queries by weight, the Policy-KL: all that is of the step's or the set's whole
+POLICY = {
+    "query_weight_source": "policy",
+    "query_weight_clip": [0.0, 9.0],
+    "query_kl_target": 0.1,
+    "query_sampling_power": 1.0,
+    "query_sampling_steps": 9,
+    "log_policy_kl_steps": 1,
+    "learning_rate": 0.1,
+}
 ONE_PROCESS = {
     "rloo": train(6, **WHOLE, **RLOO),
     "region": train(6, **WHOLE, **REGION),
     "stream": train(6, **WHOLE, **STREAM),
+    "policy_several": train(6, **WHOLE, **POLICY),
+    "policy_one": train(12, **POLICY),
     "whole": train(6, **WHOLE),
     "group": train(2, **GROUP),
     "evaluation": train(8, per_device_eval_batch_size=8, **EVALUATION),
@@ -87,6 +99,8 @@ TWO_PROCESSES = {
     "rloo": train(3, **WHOLE, **RLOO),
     "region": train(3, **WHOLE, **REGION),
     "stream": train(3, **WHOLE, **STREAM),
+    "policy_several": train(3, **WHOLE, **POLICY),
+    "policy_one": train(6, **POLICY),
     "whole": train(3, **WHOLE),
     "group": train(1, **GROUP),
     "evaluation": train(4, per_device_eval_batch_size=4, **EVALUATION),
@@ -324,16 +338,18 @@ def test_table_on_one_rank_only(tmp_path, cache_dirs):
         check_scores([rank["mixed"] for rank in ranks], FIVE)
 
 
-@pytest.mark.parametrize("run", ["region", "stream"])
+@pytest.mark.parametrize("run", ["region", "stream", "policy_several", "policy_one"])
 def test_other_runs_equal_one_process(launched, run):
-    """A trust region, whose metrics and radius are of all ranks' tokens, and rows scored as they arrive, s̄ of all ranks'."""
+    """A trust region, whose metrics and radius are of all ranks' tokens; rows scored as they arrive, s̄ of all ranks'; weights
+    from the policy, relative to all ranks' queries, in a forward of their own or in TRL's.
+    """
     one, ranks = launched
     names = {
         "region": [
             f"trust_region/{name}" for name in ("shift_mean", "shift_p99", "violation_rate", "ratio_max", "delta")
         ],
         "stream": ["query/ref_nll_mean", "query/weight_mean"],
-    }[run]
+    }.get(run, ["query/weight_max", "query/weight_forward_tokens", "query/alpha", "policy/kl"])
     for rank in ranks:
         assert len(rank[run]["steps"]) == len(one[run]["steps"]) == 3
         for mine, whole in zip(rank[run]["log"], one[run]["log"]):
