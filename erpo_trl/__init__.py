@@ -13,6 +13,8 @@ _PUBLIC = {
     "ERPOTrainer": "trainer",
     "ERPORLOOConfig": "config",
     "ERPORLOOTrainer": "trainer",
+    "ERPODPOConfig": "config",
+    "ERPODPOTrainer": "trainer",
     "DatasetMapper": "query.reference",
     "ReferenceUnavailableError": "query.reference",
     "EvalConfig": "evaluation.config",

@@ -8,6 +8,7 @@ batch is cut into micro-batches, generations and ranks.
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         if self._arrival is not None:
             ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
             columns = self._arrival.fill(columns, ids, learning=self.model.training)
-        keys = self._check_ids(prompt_ids, prompt_mask, columns, inputs)
+        keys = self._check_ids(prompt_ids, prompt_mask, columns, lambda row: inputs[row]["prompt"])
         device, width = prompt_ids.device, prompt_ids.shape[1] - 1
         ref_logps = torch.zeros(len(inputs), width)
         for row, column in enumerate(columns):
@@ -92,8 +93,10 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         batch["advantages"] = batch["advantages"] * (weight if batch["advantages"].dim() == 1 else weight.unsqueeze(1))
         return batch
 
-    def _check_ids(self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], rows: list[dict]) -> list[int]:
-        """The query key of each row; raise where the ids trained on are not the ids scored."""
+    def _check_ids(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], prompt_of: Callable[[int], object]
+    ) -> list[int]:
+        """The query key of each row; raise, with the row's prompt, where the ids trained on are not the ids scored."""
         reference = self.dataset_mapper.reference.fingerprint
         keys = []
         for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
@@ -103,13 +106,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             if found is None:
                 raise ValueError(
                     f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "
-                    f"{_shorten(rows[row]['prompt'])}"
+                    f"{_shorten(prompt_of(row))}"
                 )
             if found != expected or len(columns[row]["ref_query_logps"]) != len(ids) - 1:
                 if found.startswith(reference):
                     cause = (
                         f"the {len(ids)} token ids trained on are not the ones its reference scored; something rewrote the "
-                        "prompt after scoring (a rollout_func, a changed chat template)"
+                        "prompt after scoring (a rollout_func, a data collator, a changed chat template)"
                     )
                 else:
                     cause = (
@@ -117,7 +120,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                         f"{reference}: another model, or other settings ({self.dataset_mapper.head_settings()})"
                     )
                 raise ValueError(
-                    f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(rows[row]['prompt'])}"
+                    f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(prompt_of(row))}"
                 )
         return keys
 
@@ -227,13 +230,20 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     # ---- the loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        reader = self._reader(model, inputs)
+        loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+        return self._regularized(loss, inputs, reader)
+
+    def _reader(self, model, inputs: dict) -> QueryReader:
+        """What stands in for the model in the forward of this micro-batch."""
         mode = "train" if self.model.training else "eval"
         then = None
         if self._policy_weights and self._query_metrics[mode].micro_batches == 1:
             then = functools.partial(self._weigh_in_forward, inputs)
-        reader = QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"], then)
-        loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+        return QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"], then)
 
+    def _regularized(self, loss, inputs: dict, reader: QueryReader):
+        """TRL's loss with the penalty of the queries that were read in its forward; keeps their statistics."""
         alpha, share = self.query_alpha, inputs["query_share"]
         logps = reader.logps if alpha > 0 else reader.logps.detach()
         divergence = query_kl(

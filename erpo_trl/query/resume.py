@@ -73,6 +73,8 @@ class SaveOnTermination(TrainerCallback):
 class ResumeMixin:
     """What `QueryRegularizerMixin` needs to stop and to resume; it gives the dataset mapper and the generation window."""
 
+    _order_fields = ("seed", "shuffle_dataset")  # of the config, that decide the order of the rows
+
     def _get_train_sampler(self, dataset=None):
         sampler = super()._get_train_sampler(dataset)
         # TRL's sampler draws one permutation an epoch from a generator of its own, which no checkpoint holds: a run resumed
@@ -106,10 +108,7 @@ class ResumeMixin:
         finally:
             self.remove_callback(stop)
         if self.state.global_step == 0 < self.state.max_steps:
-            raise ValueError(
-                "Training made no step: the data holds less than one generation batch "
-                f"({self.args.generation_batch_size // self.args.num_generations} prompts), or its prompts are too long."
-            )
+            raise ValueError(f"Training made no step: {self._too_little_data()}.")
         if stop.agreed and self.state.global_step < self.state.max_steps:
             logger.warning(
                 f"Terminated by SIGTERM after step {self.state.global_step} of {self.state.max_steps}; the checkpoint is in "
@@ -117,6 +116,12 @@ class ResumeMixin:
             )
             raise SystemExit(128 + signal.SIGTERM)
         return result
+
+    def _too_little_data(self) -> str:
+        return (
+            "the data holds less than one generation batch "
+            f"({self.args.generation_batch_size // self.args.num_generations} prompts), or its prompts are too long"
+        )
 
     def _resume_reference(self, state: dict) -> None:
         reference = Reference(state["fingerprint"], state["adapter"])
@@ -153,7 +158,7 @@ class ResumeMixin:
             changed.append("reference_sample_size")
         elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
+        changed += [name for name in self._order_fields if state[name] != getattr(self.args, name)]
         if not changed:
             return
         message = (
@@ -198,8 +203,7 @@ class ResumeMixin:
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
                 "reference_sample_size": self.args.reference_sample_size,
-                "seed": self.args.seed,
-                "shuffle_dataset": self.args.shuffle_dataset,
+                **{name: getattr(self.args, name) for name in self._order_fields},
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
                 **self.extra_state(),
             }
