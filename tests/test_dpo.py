@@ -29,57 +29,16 @@ from helpers import (
     token_logps,
     weights_of,
 )
+from preference_helpers import CHOSEN, REJECTED, distinct_of, pairs, pairs_of
+from preference_helpers import make_preference_config as make_config
+from preference_helpers import make_preference_trainer as build
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from erpo_trl import DatasetMapper, ERPOConfig, ERPODPOConfig, ERPODPOTrainer, ReferenceUnavailableError
+from erpo_trl import DatasetMapper, ERPOConfig, ERPODPOTrainer, ReferenceUnavailableError
 
 ALPHA, BETA = 0.3, 0.1
-CHOSEN = [" 4", "22", " one, of course", "5", "14.", "eleven", "3", "it is 5"]
-REJECTED = ["5", "I do not know", "2", " 4 or 6", "15", "ten", " 12/6", "6"]
 NOTHING = {"query_kl_coef": 0.0, "query_weight": "uniform"}
-
-
-def pairs(prompts=UNEQUAL, **columns) -> Dataset:
-    n = len(prompts)
-    return Dataset.from_dict({"prompt": list(prompts), "chosen": CHOSEN[:n], "rejected": REJECTED[:n], **columns})
-
-
-def make_config(tmp_path, cls=ERPODPOConfig, **overrides):
-    settings = {
-        "output_dir": str(tmp_path / "run"),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "optim": "sgd",
-        "learning_rate": 5e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 2,
-        "max_steps": 1,
-        "seed": 3,
-    }
-    if cls is not DPOConfig:
-        settings["reference_cache_dir"] = str(tmp_path / "reference")
-    return cls(**settings | overrides)
-
-
-def build(tmp_path, cls=ERPODPOTrainer, model=None, data=None, trainer_kwargs=None, args=None, **settings):
-    """A trainer whose DPO reference is a copy of the model, as TRL would load it again."""
-    model = tiny_model("qwen2") if model is None else model
-    kwargs = {"processing_class": byte_tokenizer(), **(trainer_kwargs or {})}
-    if not hasattr(model, "peft_config") and "peft_config" not in kwargs:
-        kwargs.setdefault("ref_model", copy.deepcopy(model))
-    return cls(
-        model,
-        args=args or make_config(tmp_path, DPOConfig if cls is DPOTrainer else ERPODPOConfig, **settings),
-        train_dataset=pairs() if data is None else data,
-        **kwargs,
-    )
 
 
 # ------------------------------------------------------------------------------------------------- nothing, bit for bit
@@ -165,21 +124,6 @@ def test_each_term_changes_the_run(tmp_path, fields):
 
 
 # ------------------------------------------------------------------------------------------------- the printed objective
-def pairs_of(batch: dict) -> list[dict]:
-    """Unpadded pairs of a micro-batch."""
-    found = []
-    half = len(batch["input_ids"]) // 2
-    rows = [(ids, real.bool(), done.bool()) for ids, real, done in zip(*(batch[n] for n in NAMES))]
-    for (chosen, real, done), (rejected, other_real, other_done) in zip(rows[:half], rows[half:]):
-        prompt = chosen[real & ~done].tolist()
-        assert prompt == rejected[other_real & ~other_done].tolist()
-        found.append({"prompt": prompt, "chosen": chosen[done].tolist(), "rejected": rejected[other_done].tolist()})
-    return found
-
-
-NAMES = ("input_ids", "attention_mask", "completion_mask")
-
-
 def dpo_losses(model, reference, pair: dict, kind: str) -> torch.Tensor:
     """One pair's loss in float64 from plain logits."""
     ratios, lengths = [], []
@@ -195,10 +139,6 @@ def dpo_losses(model, reference, pair: dict, kind: str) -> torch.Tensor:
     if kind == "ipo":
         return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * BETA)) ** 2
     raise ValueError(kind)
-
-
-def distinct_of(batches: list[dict]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(tuple(pair["prompt"]) for batch in batches for pair in pairs_of(batch)))
 
 
 def check_every_step(

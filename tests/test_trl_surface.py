@@ -8,10 +8,9 @@ from importlib.metadata import version
 import pytest
 import torch
 from helpers import make_config, make_trainer
+from preference_helpers import make_preference_trainer
 
 import erpo_trl._trl as surface
-from test_dpo import build as make_dpo_trainer
-
 from erpo_trl import ERPORLOOTrainer, ERPOTrainer
 
 # TRL 1.15's fused head exists only where Triton does, so beside it the tests here read and do not run
@@ -47,7 +46,7 @@ def test_attributes_are_set(trainer):
 )
 def test_attributes_exist(tmp_path, trainer, ours):
     """The same after one step of a real run."""
-    run = make_trainer(tmp_path, cls=ours, max_steps=1) if ours else make_dpo_trainer(tmp_path)
+    run = make_trainer(tmp_path, cls=ours, max_steps=1) if ours else make_preference_trainer(tmp_path)
     run.train()
     missing = [name for name in surface.PRIVATE_ATTRIBUTES[trainer] if not hasattr(run, name)]
     assert not missing, f"TRL {version('trl')} sets no {trainer}.{missing}: the hook must be adapted"
