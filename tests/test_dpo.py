@@ -5,6 +5,7 @@ With Δ = β [log π(c)/π_ref(c) - log π(r)/π_ref(r)] of a pair, L_DPO = -log
 """
 
 import copy
+import json
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from helpers import (
     token_logps,
     weights_of,
 )
+from launching import SCRIPTS, finish, torchrun
 from preference_helpers import CHOSEN, REJECTED, distinct_of, pairs, pairs_of
 from preference_helpers import make_preference_config as make_config
 from preference_helpers import make_preference_trainer as build
@@ -486,3 +488,53 @@ def test_a_collator_that_cuts_prompts_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=f"{message}.*Prompt: '.*17"):
         trainer.train()
+
+
+# ------------------------------------------------------------------------------------------------- two processes
+@pytest.mark.distributed
+def test_two_processes_are_one(tmp_path):
+    """Pairs of one prompt on both ranks and in several micro-batches: gradients and query metrics of one process."""
+    settings = {
+        "prompts": SHARED,
+        "evaluation": [UNEQUAL[0], UNEQUAL[1], UNEQUAL[0]],
+        "query_kl_coef": ALPHA,
+        "query_weight": "nll_ratio",
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+    }
+    runs = {"pairs": {"task": "train_pairs", **settings}}
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    finish(torchrun(str(SCRIPTS / "distributed_run.py"), str(tmp_path), processes=2))
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)["pairs"] for rank in range(2)]
+    assert all("MULTI_CPU" in rank["distributed"] and rank["scored"] == 4 for rank in ranks)
+    queries = [set(distinct_of(rank["batches"][0])) for rank in ranks]
+    assert queries[0] & queries[1] and queries[0] != queries[1], "a prompt was meant to lie on both ranks"
+
+    evaluation = pairs(settings.pop("evaluation"))
+    one = build(
+        tmp_path / "one",
+        data=pairs(settings.pop("prompts")),
+        trainer_kwargs={"eval_dataset": evaluation},
+        **settings | {"per_device_train_batch_size": 4},
+    )
+    recorder = Recorder().attach(one)
+    one.train()
+    metrics = one.evaluate()
+    for index, step in enumerate(recorder.done):
+        scale = max(gradient.abs().max().item() for gradient in step.grads.values())
+        for rank in ranks:
+            for name, gradient in rank["grads"][index].items():
+                assert (gradient - step.grads[name]).abs().max().item() < 2e-4 * scale, name
+    for name in (
+        "query/kl",
+        "query/kl_max",
+        "query/nll",
+        "query/loss",
+        "query/weight_mean",
+        "query/unscored_rows",
+        "loss",
+    ):
+        found = [entry[name] for entry in ranks[0]["log"] if name in entry]
+        assert found == pytest.approx(logged(one, name), rel=1e-3, abs=1e-6), name
+    for name in ("eval_query/kl", "eval_query/nll", "eval_query/weight_mean"):
+        assert ranks[0]["metrics"][name] == pytest.approx(metrics[name], rel=1e-3), name
