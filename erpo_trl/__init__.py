@@ -29,6 +29,7 @@ _PUBLIC = {
     "score_answer": "rewards",
     "load_arithmetic": "data",
     "load_math_levels_3_to_5": "data",
+    "load_preferences": "preferences",
     "load_problems": "data",
 }
 __all__ = ["__version__", *_PUBLIC]

@@ -37,10 +37,13 @@ from preference_helpers import make_preference_trainer as build
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from erpo_trl import DatasetMapper, ERPOConfig, ERPODPOTrainer, ReferenceUnavailableError
+from erpo_trl import DatasetMapper, ERPOConfig, ERPODPOTrainer, ReferenceUnavailableError, cli, load_preferences
+from erpo_trl.train import make_trainer as trainer_of
+from erpo_trl.train import parse
 
 ALPHA, BETA = 0.3, 0.1
 NOTHING = {"query_kl_coef": 0.0, "query_weight": "uniform"}
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
 # ------------------------------------------------------------------------------------------------- nothing, bit for bit
@@ -488,6 +491,98 @@ def test_a_collator_that_cuts_prompts_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=f"{message}.*Prompt: '.*17"):
         trainer.train()
+
+
+# ------------------------------------------------------------------------------------------------- command line
+RECIPE = """
+trainer: dpo
+model_name_or_path: demo
+max_steps: 1
+per_device_train_batch_size: 2
+bf16: false
+use_cpu: true
+gradient_checkpointing: false
+report_to: none
+logging_steps: 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe and its pairs, as chat messages."""
+    rows = [
+        {
+            name: [{"role": role, "content": text}]
+            for name, role, text in zip(("prompt", "chosen", "rejected"), ROLES, row)
+        }
+        for row in zip(UNEQUAL, CHOSEN, REJECTED)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row | {"source": i}) for i, row in enumerate(rows)))
+    path = tmp_path / "recipe.yaml"
+    folders = f"output_dir: {tmp_path / 'out'}\nreference_cache_dir: {tmp_path / 'reference'}\n"
+    path.write_text(f"{RECIPE}dataset: {tmp_path / 'pairs.jsonl'}\n{folders}")
+    return path
+
+
+ROLES = ("user", "assistant", "assistant")
+
+
+def test_score_then_train(recipe, tmp_path, capsys):
+    """`score` makes the table that training finds; the model card names the paper and the method."""
+    assert cli.main(["score", "--config", str(recipe)]) == 0
+    assert "8 queries scored, 0 reused" in capsys.readouterr().out
+    assert cli.main(["train", "--config", str(recipe), "--max_rows", "5"]) == 0
+    assert "'query/kl': '0'" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "2608.23311" in card and "- erpo" in card and "- dpo" in card
+    trainer = trainer_of(*parse(["--config", str(recipe)]))
+    trainer.prepare_reference()
+    assert (trainer.dataset_mapper.report.scored, trainer.dataset_mapper.report.reused) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--dataset", "arithmetic"], "trainer 'dpo' learns from preference pairs, which 'arithmetic' does not hold"),
+        (["--prompt_suffix", "!"], "prompt_suffix is for trainers that generate: with trainer 'dpo' unset it"),
+        (["--num_generations", "4"], "num_generations (an option of trainer grpo)"),
+        (["--truncation_mode", "keep_end"], "truncation_mode='keep_end' cuts prompts"),
+    ],
+)
+def test_bad_options_are_refused(recipe, options, message, capsys):
+    assert cli.main(["train", "--config", str(recipe), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"prompt": "a", "chosen": "b"}], r"no column 'rejected'; found 'prompt', 'chosen'"),
+        ([PAIR, PAIR | {"chosen": " "}], r"line 2 \(row 1\), field 'chosen': is ' '; expected text"),
+        (
+            [PAIR, PAIR | {"prompt": [{"role": "user", "content": "a"}]}],
+            r"line 2 \(row 1\), field 'prompt': .*expected text",
+        ),
+        ([PAIR | {"rejected": "\ud800"}], r"line 1 \(row 0\), field 'rejected': the lone surrogate"),
+    ],
+)
+def test_unreadable_pairs_are_refused(tmp_path, rows, message):
+    """With the file, the row and the field."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=message):
+        load_preferences(path)
+
+
+def test_pairs_of_a_file(tmp_path):
+    """Without a prompt, and with another column whose first value is empty."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"chosen": "1+1=2", "rejected": "1+1=3", "n": null}\n{"chosen": "ab", "rejected": "ac", "n": 2}')
+    data = load_preferences(path)
+    assert data.to_list() == [
+        {"chosen": "1+1=2", "rejected": "1+1=3", "n": None},
+        {"chosen": "ab", "rejected": "ac", "n": 2},
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- two processes
