@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import (
+    TEMPLATE,
     UNEQUAL,
     Recorder,
     assert_grads_close,
@@ -331,7 +332,10 @@ def test_the_reference_is_the_policy_not_the_ref_model(tmp_path):
     assert logged(trainer, "query/kl")[0] < 1e-9
 
 
-def test_chats_are_scored_by_the_ids_that_are_trained_on(tmp_path):
+@pytest.mark.parametrize("opening", ["", "think"])
+def test_chats_are_scored_by_the_ids_that_are_trained_on(tmp_path, opening):
+    """Also where the template opens an answer with words that the answers given do not begin with: TRL cuts them off."""
+    template = TEMPLATE.replace("'<|assistant|>'", f"'<|assistant|>{opening}'")
     data = Dataset.from_dict(
         {
             "prompt": [chat(text, system="Be brief.") for text in UNEQUAL],
@@ -339,10 +343,11 @@ def test_chats_are_scored_by_the_ids_that_are_trained_on(tmp_path):
             "rejected": [[{"role": "assistant", "content": text}] for text in REJECTED],
         }
     )
-    trainer = build(tmp_path, data=data, per_device_train_batch_size=8, learning_rate=0.0)
+    more = {"processing_class": byte_tokenizer(template=template)}
+    trainer = build(tmp_path, data=data, per_device_train_batch_size=8, learning_rate=0.0, trainer_kwargs=more)
     recorder = Recorder().attach(trainer)
     trainer.train()
-    expected = [
+    expected = [  # up to the last token that the template and every answer agree on
         byte_tokenizer().apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         for prompt in data["prompt"]
     ]
