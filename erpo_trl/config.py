@@ -207,6 +207,8 @@ class ERPODPOConfig(QueryFields, DPOConfig):
             Weight w(q) on the pairs of a query, by the same schemes as elsewhere. It multiplies the gradient of a pair's
             loss; the loss that is logged is the one without weights. From the reference's likelihood only
             (`query_weight_source`).
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            As elsewhere; spans of chats need rows without `tools` and `chat_template_kwargs`.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
             As in TRL, which then leaves out rows whose prompt alone fills `max_length`, so that every prompt stays whole.
             `"keep_end"` is refused with a `max_length`: it cuts prompts at their beginning, and for chosen and rejected

@@ -357,6 +357,42 @@ def test_chats_are_scored_by_the_ids_that_are_trained_on(tmp_path, opening):
     assert logged(trainer, "query/kl")[0] < 1e-9
 
 
+def test_the_span_of_the_user_counts_alone(tmp_path):
+    """Labelled and penalized are the user's words, without the template and without a system turn."""
+    data = Dataset.from_dict(
+        {
+            "prompt": [chat(text, system="Be brief.") for text in UNEQUAL],
+            "chosen": [[{"role": "assistant", "content": text}] for text in CHOSEN],
+            "rejected": [[{"role": "assistant", "content": text}] for text in REJECTED],
+        }
+    )
+    model = tiny_model("qwen2")
+    trainer = build(
+        tmp_path,
+        model=copy.deepcopy(model),
+        data=data,
+        per_device_train_batch_size=8,
+        max_steps=2,
+        query_kl_coef=ALPHA,
+        query_span="user",
+    )
+    recorder = Recorder().attach(trainer, keep_weights=True)
+    trainer.train()
+    reference, policy = double_copy(model), double_copy(model, recorder.done[1].weights)
+    drifts = []
+    for query, text in zip(map(tuple, trainer.train_dataset["prompt_ids"]), trainer.train_dataset["prompt"]):
+        words = byte_tokenizer()(text[1]["content"])["input_ids"]
+        start = next(i for i in range(len(query)) if list(query[i : i + len(words)]) == words)
+        with torch.no_grad():
+            x = (token_logps(reference, list(query)) - token_logps(policy, list(query)))[start - 1 :][: len(words)]
+        drifts.append((x.exp() - x - 1).mean().item())
+    assert logged(trainer, "query/kl")[1] == pytest.approx(sum(drifts) / 8, rel=1e-3)
+    completions = sum(
+        len(pair[name]) for pair in pairs_of(recorder.done[0].batches[0]) for name in ("chosen", "rejected")
+    )
+    assert recorder.done[0].prompt_labels[0].sum().item() == completions + sum(map(len, UNEQUAL))
+
+
 def test_evaluation_counts_each_query_once(tmp_path):
     model = tiny_model("qwen2")
     data = pairs([UNEQUAL[0], UNEQUAL[1], UNEQUAL[0]])

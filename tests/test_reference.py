@@ -44,7 +44,7 @@ from transformers.utils import logging as transformers_logging
 from erpo_trl import DatasetMapper
 from erpo_trl.query.weights import of_means
 
-COLUMNS = ["ref_query_logps", "ref_query_nll", "query_weight", "query_fingerprint"]
+COLUMNS = ["ref_query_logps", "query_span", "ref_query_nll", "query_weight", "query_fingerprint"]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from .fingerprint import query_key, row_fingerprint
 from .reference import DatasetMapper, column_rule
 from .scoring import queries_of_all, score_for_all
+from .span import scored_in_span
 from .standby import StandbyReference
 from .weights import MEAN_SCHEMES, Queries, of_means, query_weights
 
@@ -82,14 +83,21 @@ class ArrivingReference:
     Args:
         mapper: holds the reference and how training calls the model.
         accelerator: the trainer's.
+        reference: at hand while training.
         population: what weights are relative to, of a sample; or the running means of what has arrived.
 
     Raises:
         ValueError: weights that need more of the training set than its means, and no sample.
     """
 
-    def __init__(self, mapper: DatasetMapper, accelerator: Accelerator, population: Queries | RunningMeans):
-        self.mapper, self.accelerator = mapper, accelerator
+    def __init__(
+        self,
+        mapper: DatasetMapper,
+        accelerator: Accelerator,
+        reference: StandbyReference,
+        population: Queries | RunningMeans,
+    ):
+        self.mapper, self.accelerator, self.reference = mapper, accelerator, reference
         self.means = population if isinstance(population, RunningMeans) else None
         self._sample = population if self.means is None else None
         rule = column_rule(mapper.config)
@@ -99,7 +107,6 @@ class ArrivingReference:
                 f"{what} needs the likelihoods of the training set, and a stream gives their means alone: set "
                 f"reference_sample_size, or use query_weight {', '.join(map(repr, MEAN_SCHEMES))} without normalization."
             )
-        self.reference = StandbyReference(mapper, accelerator, "Rows that are scored as they arrive need")
 
     def _score(self, queries: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Log-probs by query key, of the queries of all processes."""
@@ -111,16 +118,19 @@ class ArrivingReference:
                 policy, queries, self.mapper.config.reference_batch_tokens, self.mapper.processing_class
             )
 
-    def fill(self, columns: list[dict], ids: list[np.ndarray], learning: bool) -> list[dict]:
+    def fill(self, columns: list[dict], ids: list[np.ndarray], prompts: list, learning: bool) -> list[dict]:
         """The columns of each row, those that a row lacks computed.
 
         Args:
             columns: per row the reference columns, None where it has none.
             ids: per row the (T,) prompt ids.
+            prompts: per row the prompt, text or messages.
             learning: whether the rows count towards s̄; evaluation rows do not.
         """
         mapper = self.mapper
-        lacking = [row for row, column in enumerate(columns) if column["query_fingerprint"] is None]
+        lacking = [
+            row for row, column in enumerate(columns) if None in (column["query_fingerprint"], column["query_span"])
+        ]
         # Rows of a group share their prompt
         wanted = {query_key(ids[row]): ids[row] for row in lacking if len(ids[row]) > 1}
         scored = self._score(list(wanted.values()))
@@ -128,13 +138,17 @@ class ArrivingReference:
         for row in lacking:
             key = query_key(ids[row])
             logps = scored.get(key, np.empty(0, dtype=np.float32))
+            span = mapper.find_span(prompts[row], ids[row], f"Row {row} of the batch")
             filled[row] = {
                 "ref_query_logps": logps,
-                "ref_query_nll": abs(float(logps.sum(dtype=np.float64))),
+                "query_span": span,
+                "ref_query_nll": abs(float(logps[scored_in_span(span, len(ids[row]))].sum(dtype=np.float64))),
                 "query_fingerprint": row_fingerprint(mapper.reference.fingerprint, key),
             }
         nll = torch.tensor([column["ref_query_nll"] for column in filled], dtype=torch.float64)
-        queries = Queries(nll, torch.tensor([len(row) - 1 for row in ids], dtype=torch.float64))
+        spans = [column["query_span"] for column in filled]
+        tokens = [scored_in_span(span, len(row)).sum() for span, row in zip(spans, ids)]
+        queries = Queries(nll, torch.tensor(tokens, dtype=torch.float64))
         scored = queries.tokens > 0
         population = self._sample or self._running_population(queries, scored, learning)
         weights = query_weights(queries, population, column_rule(mapper.config), scored)

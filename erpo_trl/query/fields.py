@@ -9,6 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from ..presets import PRESETS
 from .divergence import ESTIMATORS, LEVELS
+from .span import SPANS
 from .weights import weight_scheme
 from .window import generation_window
 
@@ -52,6 +53,11 @@ class QueryFields:
             Most that log α moves in one step when it adapts; it moves so far where the drift is 0, or twice the target.
         query_kl_ema (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of R̂ that α follows, in [0, 1).
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            Which tokens of a query count, in the Query-KL, in the likelihoods that the weights rest on and in the metrics:
+            `"prompt"` (all), `"user"` (the texts of user turns) or `"content"` (the texts of all turns, without what the
+            chat template writes around them; tools, arguments of tool calls and a default system turn are the template's).
+            The last two need prompts in chat form. A token counts if it lies wholly inside; the first never does.
         query_weight (`str`, *optional*):
             Weight w(q) on a query's advantages, by its NLL s(q) in nats and the mean s̄ over the training set: `"nll_ratio"`
             (s̄/s), `"token_nll_ratio"` (the same of s per token), `"softmax"`, `"quantile"` (of its rank), `"snis"`
@@ -123,6 +129,12 @@ class QueryFields:
         default=False,
         metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token."},
     )
+    query_span: str = field(
+        default="prompt",
+        metadata={
+            "help": "Which tokens of a query count: 'prompt' (all), 'user' (user turns) or 'content' (without the template)."
+        },
+    )
     query_weight: str | None = field(
         default=None,
         metadata={
@@ -173,6 +185,7 @@ class QueryFields:
 
         require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
         require_one_of("query_kl_level", self.query_kl_level, LEVELS)
+        require_one_of("query_span", self.query_span, SPANS)
         self._require_switch("query_kl_length_normalize")
         if self.query_kl_length_normalize and self.query_kl_level != "sequence":
             raise ValueError(
@@ -265,6 +278,19 @@ class GenerationFields(QueryFields):
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
             with absolute positions, which cannot run past their table).
+        query_sampling_power (`float`, *optional*, defaults to `0.0`):
+            κ of a curriculum: a generation batch draws its queries with probability ∝ w^κ from the whole training set, w by the
+            reference. κ decays linearly to 0 over `query_sampling_steps` optimizer steps; from there on, and with 0, the
+            order is TRL's.
+        query_sampling_steps (`int`, *optional*):
+            Optimizer steps over which κ decays to 0.
+        query_drop_quantile (`float`, *optional*, defaults to `0.0`):
+            Share of the training rows to leave out before training, the least typical under the reference by the scheme of
+            `query_weight`, in [0, 1).
+        log_policy_kl_steps (`int`, *optional*, defaults to `0`):
+            Measure the Policy-KL on the current batch every so many optimizer steps, the first included (metric `policy/kl`),
+            in one forward of the reference: the base model under a fresh LoRA adapter, else a frozen copy, which stays in
+            memory. 0: never. With `beta` above 0 TRL logs it in every step (metric `kl`).
         save_steps (`int`, *optional*):
             As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
             rounded up to one.
@@ -276,6 +302,19 @@ class GenerationFields(QueryFields):
     )
     reference_nll_decay: float = field(
         default=0.99, metadata={"help": "Decay of a stream's mean NLL over generation batches."}
+    )
+    query_sampling_power: float = field(
+        default=0.0,
+        metadata={"help": "Power kappa of a curriculum that draws queries by weight^kappa; 0: TRL's order."},
+    )
+    query_sampling_steps: int | None = field(
+        default=None, metadata={"help": "Optimizer steps over which the curriculum's power decays to 0."}
+    )
+    query_drop_quantile: float = field(
+        default=0.0, metadata={"help": "Share of the training rows to leave out, the least typical ones."}
+    )
+    log_policy_kl_steps: int = field(
+        default=0, metadata={"help": "Measure the Policy-KL every so many steps; 0: never."}
     )
     max_prompt_length: int | None = field(
         default=None,
@@ -289,9 +328,35 @@ class GenerationFields(QueryFields):
         for name, unit in {"max_prompt_length": "tokens", "reference_sample_size": "rows"}.items():
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name), unit)
+        self._check_sampling()
+        if type(self.log_policy_kl_steps) is not int or self.log_policy_kl_steps < 0:
+            raise ValueError(
+                f"log_policy_kl_steps must be a whole number of steps >= 0, found {self.log_policy_kl_steps!r}."
+            )
         if not 0 <= number("reference_nll_decay", self.reference_nll_decay) < 1:
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         self._check_save_steps()
+
+    def _check_sampling(self) -> None:
+        self.query_sampling_power = number("query_sampling_power", self.query_sampling_power)
+        if not 0 <= self.query_sampling_power < math.inf:
+            raise ValueError(f"query_sampling_power must be a finite number >= 0, found {self.query_sampling_power}.")
+        self.query_drop_quantile = number("query_drop_quantile", self.query_drop_quantile)
+        if not 0 <= self.query_drop_quantile < 1:
+            raise ValueError(f"query_drop_quantile must be in [0, 1), found {self.query_drop_quantile}.")
+        if self.query_sampling_power and self.query_sampling_steps is None:
+            raise ValueError(
+                "query_sampling_power needs the steps over which it decays to 0: set query_sampling_steps."
+            )
+        if self.query_sampling_steps is not None:
+            require_whole("query_sampling_steps", self.query_sampling_steps, "steps")
+        for name in ("query_sampling_power", "query_drop_quantile"):
+            if getattr(self, name) and self.query_weight == "uniform":
+                raise ValueError(
+                    f"{name} goes by the query weights, which query_weight='uniform' makes all equal: use another."
+                )
+            if getattr(self, name) and self.reference_sample_size is not None:
+                raise ValueError(f"{name} needs every row's likelihood before training: unset reference_sample_size.")
 
     def _check_save_steps(self) -> None:
         """Refuse checkpoints inside a generation batch, whose completions a checkpoint does not hold."""

@@ -38,7 +38,7 @@ class QueryReader:
     Args:
         model: the model TRL would have called (wrapped or not).
         prompt_ids: (B, P) token ids, left-padded; the first P columns of the ids that TRL passes.
-        prompt_mask: (B, P) 1 on real tokens.
+        query_mask: (B, P-1) True where a token is scored.
         rows: (B,) bool, the rows whose prompt is labelled. On a GPU the head projects labelled positions only, so a query
             that K rows share costs one projection, not K.
         then: called after the forward, before TRL goes on.
@@ -48,13 +48,13 @@ class QueryReader:
         self,
         model: nn.Module,
         prompt_ids: Tensor,
-        prompt_mask: Tensor,
+        query_mask: Tensor,
         rows: Tensor,
         then: Callable[["QueryReader"], None] | None = None,
     ):
         self.model = model
         self.then = then
-        self.mask = scored_token_mask(prompt_mask) & rows.unsqueeze(1)  # (B, P-1)
+        self.mask = query_mask & rows.unsqueeze(1)  # (B, P-1)
         self.targets = prompt_ids[:, 1:]
         self.logps: Tensor | None = None  # (B, P-1) nats, with gradient; meaningful where `mask`
         self.completion_logps: Tensor | None = None  # (B, C) nats, with gradient
@@ -88,16 +88,16 @@ class PairReader(QueryReader):
     Args:
         model: as in `QueryReader`.
         input_ids: (N, L) the chosen rows.
-        prompt_mask: (N, L) 1 on the real tokens of the prompt.
+        query_mask: (N, L-1) True where a token of the prompt is scored.
         rows: (N,) bool, the pairs whose prompt is labelled.
         weight: (N,) multiplies the gradient of the log-probs that TRL gets of either row, and so that of every loss of the
             pair alone; their values, and the loss, stay. None for no weights.
     """
 
     def __init__(
-        self, model: nn.Module, input_ids: Tensor, prompt_mask: Tensor, rows: Tensor, weight: Tensor | None = None
+        self, model: nn.Module, input_ids: Tensor, query_mask: Tensor, rows: Tensor, weight: Tensor | None = None
     ):
-        super().__init__(model, input_ids, prompt_mask, rows)
+        super().__init__(model, input_ids, query_mask, rows)
         self.weight = weight
 
     def __call__(self, *args, labels: Tensor | None = None, **kwargs):

@@ -47,15 +47,14 @@ def likelihoods(mapper: DatasetMapper, queries: list[np.ndarray], masks: list[np
         queries: (T,) ids of this process' distinct queries; masks: (T-1,) bool, their scored tokens.
 
     Returns:
-        (Q,) keys, (Q,) NLL in nats and (Q,) scored tokens of this process' queries; tokens forwarded by all.
+        (Q,) NLL in nats and (Q,) scored tokens of this process' queries; tokens forwarded by all.
     """
     asked = queries_of_all(queries)
     with mapper.prepared() as policy, reference_policy(mapper.model, mapper.config, True, mapper.autocast_dtype):
         budget = mapper.config.reference_batch_tokens
         logps = score_for_all(policy, asked, budget, mapper.processing_class)
-    keys = np.array([query_key(query) for query in queries], dtype=np.int64)
-    nll = np.array([-logps[key][mask].sum(dtype=np.float64) for key, mask in zip(keys.tolist(), masks)])
-    return keys, nll, np.array([mask.sum() for mask in masks], dtype=np.float64), sum(map(len, asked))
+    nll = [-logps[query_key(query)][mask].sum(dtype=np.float64) for query, mask in zip(queries, masks)]
+    return np.array(nll), np.array([mask.sum() for mask in masks], dtype=np.float64), sum(map(len, asked))
 
 
 def weigh(batch: dict, weight: Tensor) -> None:

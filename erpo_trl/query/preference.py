@@ -17,9 +17,10 @@ from .checks import refuse_unsupported
 from .likelihood import PairReader, QueryReader
 from .reference import REFERENCE_FEATURES
 from .regularizer import QueryRegularizerMixin
+from .span import scored_in_span
 
 # What a batch holds beside TRL's own inputs, which all go to the model
-_COLUMNS = {*REFERENCE_FEATURES, "prompt_mask", "query_key", "query_owner", "query_share"}
+_COLUMNS = {*REFERENCE_FEATURES, "query_mask", "query_key", "query_owner", "query_share"}
 
 
 class PairCollator:
@@ -35,10 +36,14 @@ class PairCollator:
     def __call__(self, pairs: list[dict]) -> dict:
         batch = self.collator(pairs)
         logps = torch.zeros(len(pairs), batch["input_ids"].shape[1] - 1)  # aligned with TRL's log_probs
+        counted = torch.zeros_like(logps, dtype=torch.bool)
         for row, pair in enumerate(pairs):
-            values = torch.tensor(pair.get("ref_query_logps") or [])[: logps.shape[1]]
-            logps[row, : len(values)] = values
-        batch["ref_query_logps"] = logps
+            values = pair.get("ref_query_logps") or []
+            if 0 < len(values) <= logps.shape[1]:  # a longer one is not in the batch, which is found out later
+                logps[row, : len(values)] = torch.tensor(values)
+                counted[row, : len(values)] = torch.from_numpy(scored_in_span(pair["query_span"], len(values) + 1))
+        batch["ref_query_logps"], batch["query_mask"] = logps, counted
+        batch["query_span"] = [pair.get("query_span") for pair in pairs]
         batch["query_weight"] = torch.tensor([pair.get("query_weight", 1.0) for pair in pairs], dtype=torch.float32)
         batch["query_fingerprint"] = [pair.get("query_fingerprint") for pair in pairs]
         return batch
@@ -61,7 +66,6 @@ class PreferenceMixin(QueryRegularizerMixin):
 
     _prompt_column = "prompt_ids"
     _refuse_unsupported = staticmethod(refuse_streams)
-    _order_fields = ("seed", "data_seed")
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -72,6 +76,9 @@ class PreferenceMixin(QueryRegularizerMixin):
 
     def _ids_of(self, prompts: list) -> list:
         return prompts  # TRL has made the ids when it took the data set
+
+    def _template_arguments(self) -> dict:
+        return {}  # they come with the rows, whose ids tell where a span cannot be found without them
 
     def _count_positions(self) -> None:
         """Nothing: rows are padded on the right, where absolute positions stay put."""
@@ -90,6 +97,9 @@ class PreferenceMixin(QueryRegularizerMixin):
     def _too_little_data(self) -> str:
         return f"the data has {len(self.train_dataset)} pairs"
 
+    def _order_settings(self) -> dict:
+        return {name: getattr(self.args, name) for name in ("seed", "data_seed")}
+
     def _data_fingerprint(self) -> str:
         digest = xxhash.xxh3_64()
         ids = self.train_dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).with_format(None)
@@ -103,26 +113,28 @@ class PreferenceMixin(QueryRegularizerMixin):
         return super()._settle([batch | self._queries_of(batch) for batch in batches])
 
     def _queries_of(self, batch: dict) -> dict:
-        """`prompt_mask` (N, L) of the chosen rows and `query_key` (N,), checked against what the reference scored."""
+        """`query_key` (N,) of the chosen rows, checked against what the reference scored."""
         pairs = len(batch["query_weight"])
         ids, real, completion = (batch[name][:pairs] for name in ("input_ids", "attention_mask", "completion_mask"))
         mask = real * (1 - completion)
         tokens = (mask.sum(1) - 1).clamp(min=0).tolist()
         columns = [
-            {"query_fingerprint": fingerprint, "ref_query_logps": logps[:count]}
-            for fingerprint, logps, count in zip(batch["query_fingerprint"], batch["ref_query_logps"], tokens)
+            {"query_fingerprint": fingerprint, "ref_query_logps": logps[:count], "query_span": span}
+            for fingerprint, logps, count, span in zip(
+                batch["query_fingerprint"], batch["ref_query_logps"], tokens, batch["query_span"]
+            )
         ]
         keys = self._check_ids(
             ids, mask, columns, lambda row: self.processing_class.decode(ids[row][mask[row].bool()])
         )
-        return {"prompt_mask": mask, "query_key": torch.tensor(keys, dtype=torch.int64, device=ids.device)}
+        return {"query_key": torch.tensor(keys, dtype=torch.int64, device=ids.device)}
 
     # ---- the loss
 
     def _reader(self, model, inputs: dict) -> QueryReader:
         weight = None if self.args.query_weight == "uniform" else inputs["query_weight"]
-        chosen = inputs["input_ids"][: len(inputs["prompt_mask"])]
-        return PairReader(model, chosen, inputs["prompt_mask"], inputs["query_owner"], weight)
+        chosen = inputs["input_ids"][: len(inputs["query_mask"])]
+        return PairReader(model, chosen, inputs["query_mask"], inputs["query_owner"], weight)
 
     def _regularized(self, loss, inputs: dict, reader: QueryReader):
         if isinstance(loss, tuple):  # with return_outputs

@@ -9,14 +9,17 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
+from ..policy.kl import PolicyKLMonitor
 from .arrival import ArrivingReference, RunningMeans, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
 from .fingerprint import base_model
 from .likelihood import has_absolute_positions, pass_position_ids
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
+from .sampling import CurriculumSampler, curriculum_weights, sampling_power, typical_rows
 from .sharding import prepared_for_scoring, training_precision
-from .weights import Queries
+from .standby import StandbyReference
+from .weights import Queries, WeightRule
 from .window import generation_window
 
 logger = logging.get_logger(__name__)
@@ -42,14 +45,18 @@ class PreparedReferenceMixin(ResumeMixin):
             self.args,
             tokenize=self._ids_of,
             column=self._prompt_column,
+            template=self._template_arguments(),
             autocast_dtype=autocast,
             precision=precision,
             prepare=self._prepared_for_scoring,
         )
         self._population: Queries | None = None  # what weights are relative to
+        self._train_queries: Queries | None = None  # of each training row
         # What scores rows without reference columns, where the training data is not mapped beforehand
         self._arrival: ArrivingReference | None = None
         self._resumed_means: RunningMeans | None = None  # of a stream, from a checkpoint
+        self._standby: StandbyReference | None = None
+        self._policy_kl: PolicyKLMonitor | None = None
         self._reference_ready = False
         self.scoring_reports: list[
             tuple[str, ScoringReport]
@@ -70,6 +77,11 @@ class PreparedReferenceMixin(ResumeMixin):
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None and has_absolute_positions(base_model(model)):
                 pass_position_ids(base_model(model))
+
+    def _template_arguments(self) -> dict:
+        """What TRL's `_tokenize_prompts` renders chats with; RLOO has no tools."""
+        optional = {name: getattr(self, name, None) or None for name in ("tools", "chat_template")}
+        return {name: value for name, value in optional.items() if value is not None} | self.chat_template_kwargs
 
     def _generation_window(self) -> int:
         generate_every = self.args.steps_per_generation * self.args.num_iterations
@@ -101,8 +113,10 @@ class PreparedReferenceMixin(ResumeMixin):
             logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
             if isinstance(self.train_dataset, Dataset) and self.args.reference_sample_size is None:
                 self.train_dataset = self.dataset_mapper(self.train_dataset)
+                if getattr(self.args, "query_drop_quantile", 0):
+                    self._drop_atypical()
                 report = self.dataset_mapper.report
-                self._population = report.population
+                self._population, self._train_queries = report.population, report.queries
                 self.scoring_reports.append(("training", report))
                 self._warn_of_few_effective(report.weight_ess, "training set")
             elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
@@ -113,23 +127,63 @@ class PreparedReferenceMixin(ResumeMixin):
                 self.eval_dataset = {name: self._map_evaluation(data) for name, data in self.eval_dataset.items()}
             elif self.eval_dataset is not None:
                 self.eval_dataset = self._map_evaluation(self.eval_dataset)
+            if getattr(self.args, "log_policy_kl_steps", 0):
+                reference = self._stand_by("log_policy_kl_steps needs", known)
+                self._policy_kl = PolicyKLMonitor(reference, self.accelerator)
         self._reference_ready = True
+
+    def _drop_atypical(self) -> None:
+        """Leave out the least typical rows; s̄ is that of the others from here on."""
+        report, rows = self.dataset_mapper.report, len(self.train_dataset)
+        rule, share = WeightRule.of(self.args), self.args.query_drop_quantile
+        kept = typical_rows(report.queries, report.population, rule, share).tolist()
+        self.train_dataset = self.dataset_mapper(self.train_dataset.select(kept))
+        self.dataset_mapper.report.dropped += rows - len(kept)
+        logger.info(f"query_drop_quantile={share:g}: {rows - len(kept)} of {rows} rows left out, the least typical.")
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        args = self.args
+        if not getattr(args, "query_sampling_power", 0):
+            return sampler
+        # Every pass over the data begins with a new generation batch
+        steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        return CurriculumSampler(
+            sampler,
+            curriculum_weights(self._train_queries, self._population, WeightRule.of(args)),
+            lambda batch: sampling_power(batch * steps, args.query_sampling_power, args.query_sampling_steps),
+            args.seed,
+            self._epochs_before_resume,
+        )
 
     def _score_on_arrival(self, resumed: bool) -> None:
         """Have training rows scored as they arrive: s̄ from a sample, or a running mean."""
-        mapper = self.dataset_mapper
-        if resumed and mapper.pin() != mapper.present_reference():
-            raise ValueError(
-                "The checkpoint's rows are scored as they arrive, which needs the model that the run started from; this one is "
-                "another. Give the trainer the pre-RL model; the checkpoint's weights are loaded by themselves."
-            )
+        mapper, args = self.dataset_mapper, self.args
+        for name in ("query_sampling_power", "query_drop_quantile"):
+            if getattr(args, name):
+                raise ValueError(
+                    f"{name} needs every row's likelihood before training, and these rows are scored as they arrive: set it to "
+                    "0, or give the trainer a map-style data set without reference_sample_size."
+                )
+        reference = self._stand_by("Rows that are scored as they arrive need", resumed)
         self.train_dataset = self._without_long_prompts(self.train_dataset)
         sample = self.args.reference_sample_size
         if sample is not None:
             mapper(sample_prompts(self.train_dataset, sample, self.args.seed))
             self._population = mapper.report.population
         means = self._resumed_means or RunningMeans(self.args.reference_nll_decay)
-        self._arrival = ArrivingReference(mapper, self.accelerator, self._population or means)
+        self._arrival = ArrivingReference(mapper, self.accelerator, reference, self._population or means)
+
+    def _stand_by(self, purpose: str, resumed: bool) -> StandbyReference:
+        """The reference at hand while training, one for all who need it."""
+        if self._standby is None:
+            if resumed and self.dataset_mapper.reference != self.dataset_mapper.present_reference():
+                raise ValueError(
+                    f"{purpose} the model that the checkpoint's run started from, and this one is another. Give the trainer the "
+                    "pre-RL model; the checkpoint's weights are loaded by themselves."
+                )
+            self._standby = StandbyReference(self.dataset_mapper, self.accelerator, purpose)
+        return self._standby
 
     def _without_long_prompts(self, dataset):
         mapper = self.dataset_mapper

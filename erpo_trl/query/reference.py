@@ -29,6 +29,7 @@ from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
+from .span import SpanFinder, scored_in_span
 from .table import ReferenceTable
 from .weights import Queries, WeightRule, effective_sample_fraction, query_weights
 
@@ -36,8 +37,9 @@ logger = logging.get_logger(__name__)
 
 # The columns a mapped data set carries, beside its own
 REFERENCE_FEATURES = {
-    "ref_query_logps": List(Value("float32")),  # one per scored token, nats
-    "ref_query_nll": Value("float32"),  # minus their sum
+    "ref_query_logps": List(Value("float32")),  # one per token but the first, nats, whatever the span
+    "query_span": List(Value("int32")),  # start, end of each stretch of tokens that count, flat
+    "ref_query_nll": Value("float32"),  # minus the sum over these tokens
     "query_weight": Value("float32"),
     "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
 }
@@ -73,11 +75,13 @@ class ScoringReport:
         reused: distinct queries found in the data set's own columns or in the table.
         duplicates: further rows with the ids of another row.
         unscorable: rows of one token, which has no likelihood.
+        spanless: rows of more tokens, none of which is in their span.
         dropped: rows left out because their prompt is too long.
         forwards: forwards of the model on this process.
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
         weight_ess: effective sample size of the weights, as a share of the rows.
         population: what the weights are relative to: the rows that have a likelihood, or what the caller gave.
+        queries: likelihoods of all rows under the reference, of 0 tokens where a row has none.
     """
 
     rows: int = 0
@@ -85,11 +89,13 @@ class ScoringReport:
     reused: int = 0
     duplicates: int = 0
     unscorable: int = 0
+    spanless: int = 0
     dropped: int = 0
     forwards: int = 0
     mean_nll: float = float("nan")
     weight_ess: float = float("nan")
     population: Queries | None = field(default=None, repr=False)
+    queries: Queries | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return (
@@ -114,6 +120,7 @@ class DatasetMapper:
         config: an [`ERPOConfig`].
         tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
         column: of the data set, with the prompts.
+        template: arguments that chats are rendered with besides themselves. Default: `config.chat_template_kwargs`.
         autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
         precision: name of what lowers the precision of a forward in training, part of the fingerprint. Default: the dtype of
             autocast.
@@ -134,6 +141,7 @@ class DatasetMapper:
         *,
         tokenize: Callable[[list], list[Sequence[int]]] | None = None,
         column: str = "prompt",
+        template: dict | None = None,
         autocast_dtype: torch.dtype | None | str = "config",
         precision: str | None = None,
         prepare: Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]] = contextlib.nullcontext,
@@ -144,6 +152,10 @@ class DatasetMapper:
         self.config = config
         self.tokenize = tokenize or self._tokenize
         self.column = column
+        # DPO has no such setting; its rows may
+        default = getattr(config, "chat_template_kwargs", None) or {}
+        self.template = default if template is None else template
+        self.find_span = SpanFinder(config.query_span, processing_class, self.template)
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
         self.autocast_dtype = autocast_dtype
@@ -191,11 +203,12 @@ class DatasetMapper:
                 to the training set: `report.population` of its mapping.
 
         Returns:
-            The data set with `ref_query_logps`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows in order,
-            rows with too long a prompt left out.
+            The data set with `ref_query_logps`, `query_span`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows
+            in order, rows with too long a prompt left out.
 
         Raises:
-            ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
+            ValueError: a row cannot be tokenised, is empty or has no span that can be known (named by its index), or no row is
+                left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
         require_mappable(dataset, REFERENCE_FEATURES, self.column)
@@ -210,6 +223,7 @@ class DatasetMapper:
         if len(kept) < len(ids):
             dataset = dataset.select(kept)
             ids = TokenRows([[ids[row] for row in kept]])
+        spans = TokenRows(self.find_span.of_rows(dataset, ids, kept))
 
         keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
         known = np.zeros(len(ids), dtype=bool)
@@ -229,7 +243,7 @@ class DatasetMapper:
         self.report.unscorable = int((~scorable).sum())
         self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
 
-        mapped = self._attach(dataset, table, keys, known, ids.lengths - 1, population)
+        mapped = self._attach(dataset, table, keys, known, scorable, spans, population)
         logger.info(str(self.report))
         return mapped.with_format(layout) if layout else mapped
 
@@ -270,7 +284,7 @@ class DatasetMapper:
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **(getattr(self.config, "chat_template_kwargs", None) or {}),  # DPO reads it from the rows
+            **self.template,
         )["input_ids"]
 
     def all_ids(self, dataset: Dataset) -> TokenRows:
@@ -393,8 +407,7 @@ class DatasetMapper:
 
     # ---- columns
 
-    def _attach(self, dataset, table, keys, known, tokens, population) -> Dataset:
-        scorable = tokens > 0
+    def _attach(self, dataset, table, keys, known, scorable, spans, population) -> Dataset:
         reference = table.folder.name
         column = dataset["ref_query_logps"] if known.any() else None
         held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
@@ -406,34 +419,46 @@ class DatasetMapper:
             source = row if known[row] else held.get(key)
             return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
 
-        nll = np.fromiter((abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))), float, len(keys))
+        nll, tokens = np.zeros(len(keys)), np.zeros(len(keys), dtype=np.int64)
+        for row in range(len(keys)):
+            logps = logps_of(row)
+            counted = scored_in_span(spans[row], len(logps) + 1)
+            nll[row], tokens[row] = abs(logps[counted].sum(dtype=np.float64)), counted.sum()
+        scored = tokens > 0
+        self.report.spanless = int((scorable & ~scored).sum())
+        if self.report.spanless:
+            logger.warning(
+                f"{self.report.spanless} of {len(keys)} rows have no token in their span "
+                f"(query_span={self.config.query_span!r}): they weigh 1 and have no Query-KL."
+            )
         if not np.isfinite(nll).all():
             row = int(np.flatnonzero(~np.isfinite(nll))[0])
             raise ValueError(
                 f"Row {row} of the data set holds reference log-probs that are no finite numbers: map it again."
             )
         queries = Queries(torch.from_numpy(nll), torch.from_numpy(tokens))
-        scored = torch.from_numpy(scorable)
+        counted = torch.from_numpy(scored)
         if population is None:
-            population = Queries(*(column[scored] for column in queries))
+            population = Queries(*(column[counted] for column in queries))
         rule = column_rule(self.config)
-        weights = query_weights(queries, population, rule, scored).numpy()
-        self.report.population = population
+        weights = query_weights(queries, population, rule, counted).numpy()
+        self.report.population, self.report.queries = population, queries
         self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
         self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
 
         def attach(batch: dict, rows: list[int]) -> dict:
             return {
                 "ref_query_logps": [logps_of(row) for row in rows],
+                "query_span": [spans[row] for row in rows],
                 "ref_query_nll": nll[rows].astype(np.float32),
                 "query_weight": weights[rows].astype(np.float32),
                 "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
             }
 
         name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, reference, repr(rule)):
+        for part in (dataset._fingerprint, reference, repr((rule, self.config.query_span))):
             name.update(part.encode())
-        for array in (keys, nll, weights):
+        for array in (keys, nll, weights, spans.lengths, *(spans[row] for row in range(len(spans)))):
             name.update(np.ascontiguousarray(array).tobytes())
         # Without declared features, a first batch of empty lists or of ints would fix a wrong type
         features = dataset.features.copy()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from torch import Tensor
 from transformers.utils import logging
 
@@ -25,6 +26,7 @@ from .owners import settle_owners
 from .policy_weights import likelihoods, step_weights, weigh, weights_of_rows
 from .preparation import PreparedReferenceMixin
 from .reference import REFERENCE_FEATURES
+from .span import scored_in_span, span_key
 from .weights import WeightRule
 
 logger = logging.get_logger(__name__)
@@ -77,16 +79,20 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
         if self._arrival is not None:
             ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
-            columns = self._arrival.fill(columns, ids, learning=self.model.training)
+            prompts = [row["prompt"] for row in inputs]
+            columns = self._arrival.fill(columns, ids, prompts, learning=self.model.training)
         keys = self._check_ids(prompt_ids, prompt_mask, columns, lambda row: inputs[row]["prompt"])
         device, width = prompt_ids.device, prompt_ids.shape[1] - 1
-        ref_logps = torch.zeros(len(inputs), width)
+        ref_logps, in_span = torch.zeros(len(inputs), width), torch.zeros(len(inputs), width, dtype=torch.bool)
         for row, column in enumerate(columns):
             logps = column["ref_query_logps"]
             if len(logps):
                 ref_logps[row, width - len(logps) :] = torch.tensor(logps, dtype=torch.float32)
+                counted = scored_in_span(column["query_span"], len(logps) + 1)
+                in_span[row, width - len(logps) :] = torch.from_numpy(counted)
         weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
         batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
+        batch["query_mask"] = scored_token_mask(prompt_mask) & in_span.to(device)  # (B, P-1)
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
         batch["unweighted_advantages"] = batch["advantages"]
@@ -96,13 +102,14 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     def _check_ids(
         self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], prompt_of: Callable[[int], object]
     ) -> list[int]:
-        """The query key of each row; raise, with the row's prompt, where the ids trained on are not the ids scored."""
+        """Key of each row's query and span; raise where the ids trained on are not the ids scored, nor the span the run's."""
         reference = self.dataset_mapper.reference.fingerprint
+        # Columns that came with a stream; all others are this trainer's
+        elsewhere = isinstance(self.train_dataset, IterableDataset) and self._arrival is None
         keys = []
         for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
             ids = ids[mask.bool()].numpy()
-            keys.append(query_key(ids))
-            found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, keys[-1])
+            found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, query_key(ids))
             if found is None:
                 raise ValueError(
                     f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "
@@ -122,6 +129,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 raise ValueError(
                     f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(prompt_of(row))}"
                 )
+            span = np.asarray(columns[row]["query_span"], dtype=np.int64).tolist()
+            if elsewhere and span != self.dataset_mapper.find_span(prompt_of(row), ids, f"Row {row} of the batch"):
+                raise ValueError(
+                    f"Row {row} of the batch was mapped with another query_span than this run's, {self.args.query_span!r}: map "
+                    f"the stream again with this run's config. Prompt: {_shorten(prompt_of(row))}"
+                )
+            keys.append(span_key(ids, span))
         return keys
 
     # ---- the optimizer step
@@ -161,7 +175,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         R̂ over the step's distinct queries.
         """
         sizes = [len(batch["query_key"]) for batch in batches]
-        scored = [scored_token_mask(batch["prompt_mask"]).any(-1) for batch in batches]
+        scored = [batch["query_mask"].any(-1) for batch in batches]
         rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(scored).long()], dim=1)
         rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=-1)
         ranks = self.accelerator.num_processes
@@ -196,21 +210,22 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             batch["advantages"] = batch["unweighted_advantages"].clone()
         if len(batches) == 1:
             return 0
-        queries, masks = [], []
+        keys, queries, masks = [], [], []
         for batch in batches:
             owned = batch["query_owner"]
-            scored = scored_token_mask(batch["prompt_mask"][owned])
-            real = batch["prompt_mask"][owned].bool()
-            for ids, mask, which in zip(batch["prompt_ids"][owned].cpu(), real.cpu(), scored.cpu()):
+            real, counted = batch["prompt_mask"][owned].bool(), batch["query_mask"][owned]
+            for ids, mask, which in zip(batch["prompt_ids"][owned].cpu(), real.cpu(), counted.cpu()):
                 queries.append(ids[mask].numpy())
                 masks.append(which[1 - len(queries[-1]) :].numpy())  # padded on the left
-        *mine, tokens = likelihoods(self.dataset_mapper, queries, masks)
+            keys += batch["query_key"][owned].tolist()
+        nll, tokens, forwarded = likelihoods(self.dataset_mapper, queries, masks)
+        mine = (np.array(keys, dtype=np.int64), nll, tokens)
         everyone = [np.concatenate(parts) for parts in zip(*gather_object([mine]))]
         distinct, weights = step_weights(*everyone, WeightRule.of(self.args))
         for batch in batches:
             rows = weights_of_rows(batch["query_key"].cpu().numpy(), distinct, weights)
             weigh(batch, torch.from_numpy(rows).to(batch["query_weight"]))
-        return tokens
+        return forwarded
 
     def _weigh_in_forward(self, batch: dict, reader: QueryReader) -> None:
         """Weights of a step of one micro-batch, after its forward and before its loss."""
@@ -230,8 +245,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     # ---- the loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        # Before TRL's forward, whose graph then waits for nothing but its backward
+        ref_logps = self._policy_kl.reference_logps(inputs) if self._measures_policy_kl() else None
         reader = self._reader(model, inputs)
         loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+        if ref_logps is not None:
+            counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            self._policy_kl.add(reader.completion_logps.detach(), ref_logps, counted)
         return self._regularized(loss, inputs, reader)
 
     def _reader(self, model, inputs: dict) -> QueryReader:
@@ -240,7 +260,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         then = None
         if self._policy_weights and self._query_metrics[mode].micro_batches == 1:
             then = functools.partial(self._weigh_in_forward, inputs)
-        return QueryReader(model, inputs["prompt_ids"], inputs["prompt_mask"], inputs["query_owner"], then)
+        return QueryReader(model, inputs["prompt_ids"], inputs["query_mask"], inputs["query_owner"], then)
 
     def _regularized(self, loss, inputs: dict, reader: QueryReader):
         """TRL's loss with the penalty of the queries that were read in its forward; keeps their statistics."""
@@ -263,6 +283,11 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             loss = loss + penalty
         self._record(inputs, reader, divergence.detach(), alpha * penalized.detach())
         return loss
+
+    def _measures_policy_kl(self) -> bool:
+        if self._policy_kl is None or not self.model.training:
+            return False
+        return self.state.global_step % self.args.log_policy_kl_steps == 0
 
     # ---- metrics
 
@@ -292,6 +317,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         mode = "train" if self.model.training else "eval"
         for name, value in self._query_metrics[mode].summarize(distinct=mode == "eval").items():
             self._metrics[mode][f"query/{name}"] = [value]
+        moved = self._policy_kl.summarize() if self._policy_kl is not None and mode == "train" else None
+        if moved is not None:
+            self._metrics[mode]["policy/kl"] = [moved]
         if "query/kl" in self._metrics[mode]:
             self._metrics[mode]["query/alpha"] = [self.query_alpha]
             mean = self._mean_nll

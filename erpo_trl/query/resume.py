@@ -73,8 +73,6 @@ class SaveOnTermination(TrainerCallback):
 class ResumeMixin:
     """What `QueryRegularizerMixin` needs to stop and to resume; it gives the dataset mapper and the generation window."""
 
-    _order_fields = ("seed", "shuffle_dataset")  # of the config, that decide the order of the rows
-
     def _get_train_sampler(self, dataset=None):
         sampler = super()._get_train_sampler(dataset)
         # TRL's sampler draws one permutation an epoch from a generator of its own, which no checkpoint holds: a run resumed
@@ -131,6 +129,12 @@ class ResumeMixin:
                     f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
                     "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
                 )
+        span = state.get("query_span", "prompt")
+        if span != self.args.query_span:
+            raise ValueError(
+                f"The checkpoint was trained with query_span={span!r}, this run has {self.args.query_span!r}: its weights and its "
+                "Query-KL would count other tokens. Resume with the checkpoint's setting."
+            )
         folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
         if self.args.reference_cache_dir is None and os.path.isdir(folder):
             self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
@@ -158,7 +162,7 @@ class ResumeMixin:
             changed.append("reference_sample_size")
         elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name in self._order_fields if state[name] != getattr(self.args, name)]
+        changed += [name for name, value in self._order_settings().items() if state.get(name, value) != value]
         if not changed:
             return
         message = (
@@ -175,6 +179,11 @@ class ResumeMixin:
 
     def restore_extra_state(self, state: dict) -> None:
         """Take up what `extra_state` gave, before training goes on."""
+
+    def _order_settings(self) -> dict:
+        """Settings that say in which order the rows come."""
+        names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
+        return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
 
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
@@ -200,10 +209,11 @@ class ResumeMixin:
             state = {
                 **asdict(self.dataset_mapper.reference),
                 "head": self.dataset_mapper.head_settings(),
+                "query_span": self.args.query_span,
                 "mean_nll": self._mean_nll,
                 "data_fingerprint": self._data_fingerprint(),
                 "reference_sample_size": self.args.reference_sample_size,
-                **{name: getattr(self.args, name) for name in self._order_fields},
+                **self._order_settings(),
                 "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
                 **self.extra_state(),
             }

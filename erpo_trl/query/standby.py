@@ -22,7 +22,7 @@ class StandbyReference:
     Args:
         mapper: holds the reference and how training calls the model.
         accelerator: the trainer's.
-        purpose: what needs it, the beginning of a sentence, for messages.
+        purpose: what needs it, a sentence up to its object, for messages.
 
     Raises:
         ValueError: a copy is needed but the model is spread over processes.
@@ -30,6 +30,7 @@ class StandbyReference:
 
     def __init__(self, mapper: DatasetMapper, accelerator: Accelerator, purpose: str):
         self.mapper = mapper
+        self.mapper.pin()
         self._frozen: nn.Module | None = None
         if hasattr(mapper.model, "peft_config") and not mapper.reference.adapter:
             return  # the base model stays as it is; the adapter is turned off
