@@ -13,6 +13,8 @@ _PUBLIC = {
     "ERPOTrainer": "trainer",
     "ERPORLOOConfig": "config",
     "ERPORLOOTrainer": "trainer",
+    "ERPODPOConfig": "config",
+    "ERPODPOTrainer": "trainer",
     "DatasetMapper": "query.reference",
     "ReferenceUnavailableError": "query.reference",
     "EvalConfig": "evaluation.config",
@@ -27,6 +29,7 @@ _PUBLIC = {
     "score_answer": "rewards",
     "load_arithmetic": "data",
     "load_math_levels_3_to_5": "data",
+    "load_preferences": "preferences",
     "load_problems": "data",
 }
 __all__ = ["__version__", *_PUBLIC]

@@ -37,6 +37,19 @@ PRIVATE_NAMES = {
             "loss_is_scaled_for_ga",
         ),
     },
+    "trl.trainer.dpo_trainer": {
+        "DPOTrainer": (  # for what GRPOTrainer's are, or
+            "_compute_loss",  # all of its inputs go to the model: the columns are taken out before
+            "compute_ref_log_probs",  # likewise
+            "_prepare_dataset",  # makes `prompt_ids`, which the reference scores
+            "_prepare_inputs",
+            "_get_train_sampler",
+            "_set_signature_columns_if_needed",
+            "_save_checkpoint",
+            "loss_is_scaled_for_ga",
+        ),
+        "DataCollatorForPreference": ("torch_call",),  # lays pairs out as [chosen; rejected], padded on the right
+    },
     "trl.trainer.utils": {
         None: (
             "add_fused_lm_head",
@@ -71,6 +84,12 @@ PRIVATE_ATTRIBUTES = {
         "off_policy_mask_threshold",  # taken over under a trust region
     ),
     "RLOOTrainer": _SHARED_ATTRIBUTES,
+    "DPOTrainer": (
+        "_metrics",
+        "_signature_columns",
+        "data_collator",  # wrapped, so that batches carry the reference columns
+        "current_gradient_accumulation_steps",
+    ),
 }
 
 

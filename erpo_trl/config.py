@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trl import GRPOConfig, RLOOConfig
+from trl import DPOConfig, GRPOConfig, RLOOConfig
 
 from .policy.baseline import check_baseline
 from .policy.trust_region import REGIONS
-from .query.fields import GenerationFields, number, require_one_of
+from .query.fields import GenerationFields, QueryFields, number, require_one_of
 
 
 @dataclass
@@ -203,3 +203,59 @@ class ERPORLOOConfig(GenerationFields, RLOOConfig):
     beta: float = field(
         default=0.0, metadata={"help": "Coefficient of the KL in the reward. 0 needs no reference model in memory."}
     )
+
+
+@dataclass
+class ERPODPOConfig(QueryFields, DPOConfig):
+    r"""
+    Configuration of [`ERPODPOTrainer`]: all of TRL's [`~trl.DPOConfig`] and the fields of [`QueryFields`]. `beta` is DPO's own
+    and stays; `query_kl_coef` weighs the Query-KL on the prompts beside it.
+
+    Parameters:
+        query_weight (`str`, *optional*, defaults to `"uniform"`):
+            Weight w(q) on the pairs of a query, by the same schemes as elsewhere. It multiplies the gradient of a pair's
+            loss; the loss that is logged is the one without weights. From the reference's likelihood only
+            (`query_weight_source`).
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            As elsewhere; spans of chats need rows without `tools` and `chat_template_kwargs`.
+        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            As in TRL, which then leaves out rows whose prompt alone fills `max_length`, so that every prompt stays whole.
+            `"keep_end"` is refused with a `max_length`: it cuts prompts at their beginning, and for chosen and rejected
+            differently.
+    """
+
+    # Not options of DPO: the reference is scored with the head as it is, before training
+    temperature: ClassVar[float] = 1.0
+    cast_lm_head_to_fp32: ClassVar[bool] = False
+    reference_sample_size: ClassVar[int | None] = None
+
+    query_weight: str = field(
+        default="uniform",
+        metadata={
+            "help": "Weight on the gradient of a query's pairs: uniform, nll_ratio, token_nll_ratio, softmax, quantile, snis, "
+            "or an import path."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.truncation_mode == "keep_end" and self.max_length is not None:
+            raise ValueError(
+                "truncation_mode='keep_end' cuts prompts at their beginning, for chosen and rejected differently, so that they "
+                "share no query: use 'keep_start', or max_length=None."
+            )
+        if self.query_references is not None:
+            raise ValueError("query_references is for trainers that generate: unset it for DPO.")
+        if self.query_weight == "uniform":
+            return
+        if self.query_weight_source == "policy":
+            raise ValueError(
+                "query_weight_source='policy' is for trainers that generate: with DPO set query_weight_source='reference', or "
+                "query_weight='uniform'."
+            )
+        mixing = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
+        if mixing:
+            raise ValueError(
+                f"loss_type={mixing[0]!r} sorts the pairs of a batch, so that no loss belongs to one query: set "
+                "query_weight='uniform'."
+            )

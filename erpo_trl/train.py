@@ -11,16 +11,21 @@ from packaging.version import Version
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .cli import InputError
-from .config import ERPOConfig, ERPORLOOConfig
+from .config import ERPOConfig, ERPODPOConfig, ERPORLOOConfig
 from .data import resolve_dataset
 from .demo import MODEL_DIR
 from .options import first_option, parse_options
+from .preferences import load_preferences
 from .query.fields import QueryFields
 from .rewards import resolve_reward
-from .trainer import ERPORLOOTrainer, ERPOTrainer
+from .trainer import ERPODPOTrainer, ERPORLOOTrainer, ERPOTrainer
 
 # What `trainer` may be -> its config and its class
-TRAINERS = {"grpo": (ERPOConfig, ERPOTrainer), "rloo": (ERPORLOOConfig, ERPORLOOTrainer)}
+TRAINERS = {
+    "grpo": (ERPOConfig, ERPOTrainer),
+    "rloo": (ERPORLOOConfig, ERPORLOOTrainer),
+    "dpo": (ERPODPOConfig, ERPODPOTrainer),
+}
 
 
 @dataclass
@@ -30,11 +35,12 @@ class TrainerArguments:
 
     Parameters:
         trainer (`str`, *optional*, defaults to `"grpo"`):
-            `"grpo"` ([`ERPOTrainer`], [`ERPOConfig`]) or `"rloo"` ([`ERPORLOOTrainer`], [`ERPORLOOConfig`]).
+            `"grpo"` ([`ERPOTrainer`], [`ERPOConfig`]), `"rloo"` ([`ERPORLOOTrainer`], [`ERPORLOOConfig`]) or `"dpo"`
+            ([`ERPODPOTrainer`], [`ERPODPOConfig`]).
     """
 
     trainer: str = field(
-        default="grpo", metadata={"help": "'grpo' or 'rloo'; the other options are those of its config."}
+        default="grpo", metadata={"help": "'grpo', 'rloo' or 'dpo'; the other options are those of its config."}
     )
 
     def __post_init__(self):
@@ -49,7 +55,9 @@ class DataArguments:
 
     Parameters:
         dataset (`str`, *optional*, defaults to `"arithmetic"`):
-            `"arithmetic"` (embedded), `"math_3_5"` (MATH levels 3 to 5), a JSONL, JSON, CSV or Parquet file, or a hub id.
+            `"arithmetic"` (embedded), `"math_3_5"` (MATH levels 3 to 5), a JSONL, JSON, CSV or Parquet file, or a hub id. With
+            `trainer="dpo"` a file or hub id with the columns `prompt`, `chosen` and `rejected`, text or chat messages; the
+            options below but the splits and `max_rows` are for trainers that generate.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of a named or hub data set.
         eval_dataset (`str`, *optional*):
@@ -124,7 +132,22 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
     return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
 
 
-def make_trainer(data: DataArguments, args: QueryFields, model: ModelConfig, **more) -> ERPOTrainer | ERPORLOOTrainer:
+def _load_pairs(data: DataArguments, name: str, split: str) -> Dataset:
+    """Preference pairs; raise for options that would do nothing to them."""
+    if name in ("arithmetic", "math_3_5"):
+        raise InputError(
+            f"dataset: trainer 'dpo' learns from preference pairs, which {name!r} does not hold: give a file or a hub id with "
+            "the columns prompt, chosen and rejected"
+        )
+    for option in ("problem_field", "answer_field", "prompt_suffix", "system_prompt"):
+        if getattr(data, option) is not None:
+            raise InputError(f"{option} is for trainers that generate: with trainer 'dpo' unset it")
+    return load_preferences(name, split)
+
+
+def make_trainer(
+    data: DataArguments, args: QueryFields, model: ModelConfig, **more
+) -> ERPOTrainer | ERPORLOOTrainer | ERPODPOTrainer:
     """The trainer that these options describe, ready for `train()`; `more` goes to its constructor."""
     trainer_class = next(trainer for config, trainer in TRAINERS.values() if isinstance(args, config))
     if model.model_name_or_path == "demo":
@@ -140,16 +163,18 @@ def make_trainer(data: DataArguments, args: QueryFields, model: ModelConfig, **m
     # A reward module in the working directory, as with TRL's own scripts
     sys.path.insert(0, os.getcwd())
     try:
-        rewards = [resolve_reward(name) for name in data.reward_funcs]
-        train_dataset = _load(data, data.dataset, data.dataset_split)
+        pairs = isinstance(args, ERPODPOConfig)
+        load = _load_pairs if pairs else _load
+        if not pairs:
+            more["reward_funcs"] = [resolve_reward(name) for name in data.reward_funcs]
+        train_dataset = load(data, data.dataset, data.dataset_split)
         if data.max_rows is not None:
             train_dataset = train_dataset.select(range(min(data.max_rows, len(train_dataset))))
         eval_dataset = None
         if data.eval_dataset is not None:
-            eval_dataset = _load(data, data.eval_dataset, data.eval_dataset_split)
+            eval_dataset = load(data, data.eval_dataset, data.eval_dataset_split)
         return trainer_class(
             model=model.model_name_or_path,
-            reward_funcs=rewards,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -161,7 +186,7 @@ def make_trainer(data: DataArguments, args: QueryFields, model: ModelConfig, **m
         raise InputError(str(error)) from error
 
 
-def describe(trainer: ERPOTrainer | ERPORLOOTrainer) -> str:
+def describe(trainer: ERPOTrainer | ERPORLOOTrainer | ERPODPOTrainer) -> str:
     """One line: what is trained, in which precision, on what."""
     args, accelerator = trainer.args, trainer.accelerator
     parameters = list(trainer.model.parameters())

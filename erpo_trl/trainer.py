@@ -2,12 +2,13 @@
 
 import textwrap
 
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
-from .config import ERPOConfig, ERPORLOOConfig
+from .config import ERPOConfig, ERPODPOConfig, ERPORLOOConfig
 from .policy.baseline import AdvantageBaselineMixin
 from .policy.mixin import TrustRegionMixin
 from .query.fields import QueryFields
+from .query.preference import PreferenceMixin
 from .query.regularizer import QueryRegularizerMixin
 
 ERPO_PAPER = {
@@ -75,6 +76,23 @@ class ERPORLOOTrainer(QueryRegularizerMixin, RLOOTrainer):
 
     def __init__(self, model, reward_funcs=None, args: ERPORLOOConfig | None = None, *more, **kwargs):
         super().__init__(model, reward_funcs, _config(self, ERPORLOOConfig, args, model), *more, **kwargs)
+
+
+class ERPODPOTrainer(PreferenceMixin, DPOTrainer):
+    """DPO with ERPO's Query-KL penalty on the prompt that chosen and rejected share.
+
+    Takes what [`~trl.DPOTrainer`] takes, with an [`ERPODPOConfig`] as `args`, and works with its loss types, LoRA and
+    precomputed reference log-probs. The Query-KL is to the policy as handed over, whatever `ref_model` is. Streams and images
+    are refused. With `query_kl_coef=0` and `query_weight="uniform"` it trains exactly as DPOTrainer does, and measures the
+    drift.
+    """
+
+    _tag_names = ["trl", "dpo", "erpo"]
+    _name = "ERPO"
+    _paper = ERPO_PAPER
+
+    def __init__(self, model, ref_model=None, args: ERPODPOConfig | None = None, *more, **kwargs):
+        super().__init__(model, ref_model, _config(self, ERPODPOConfig, args, model), *more, **kwargs)
 
 
 def _config(trainer, config_class: type[QueryFields], args, model) -> QueryFields:

@@ -383,7 +383,8 @@ class Recorder(TrainerCallback):
             step.batches.append({k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()})
             if self.keep_weights and not step.weights:
                 step.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-            self.prompt_width = inputs["prompt_ids"].size(1)
+            # Preference rows hold prompt and completion in one
+            self.prompt_width = inputs["prompt_ids" if "prompt_ids" in inputs else "input_ids"].size(1)
             with count_forwards(trainer.model) as counter:
                 loss = inner(model, inputs, *args, **kwargs)
             step.forwards.append(counter.calls)

@@ -512,7 +512,7 @@ def test_help_shows_the_options_of_the_trainer(recipe, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--trainer", "ppo"], "trainer must be one of 'grpo', 'rloo', found 'ppo'"),
+        (["--trainer", "ppo"], "trainer must be one of 'grpo', 'rloo', 'dpo', found 'ppo'"),
         (["--trust_region", "drpo"], "unknown option in the command line: trust_region (an option of trainer grpo)"),
         (["--query_kl_coeff", "1"], "query_kl_coeff (did you mean query_kl_coef?)"),
         (["--preset", "drpo"], "preset='drpo' sets trust_region"),

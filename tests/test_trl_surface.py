@@ -8,6 +8,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from helpers import make_config, make_trainer
+from preference_helpers import make_preference_trainer
 
 import erpo_trl._trl as surface
 from erpo_trl import ERPORLOOTrainer, ERPOTrainer
@@ -40,17 +41,19 @@ def test_attributes_are_set(trainer):
     assert not missing, f"TRL {version('trl')} sets no {trainer}.{missing}: the hook must be adapted"
 
 
-@pytest.mark.parametrize("trainer, ours", [("GRPOTrainer", ERPOTrainer), ("RLOOTrainer", ERPORLOOTrainer)])
+@pytest.mark.parametrize(
+    "trainer, ours", [("GRPOTrainer", ERPOTrainer), ("RLOOTrainer", ERPORLOOTrainer), ("DPOTrainer", None)]
+)
 def test_attributes_exist(tmp_path, trainer, ours):
     """The same after one step of a real run."""
-    run = make_trainer(tmp_path, cls=ours, max_steps=1)
+    run = make_trainer(tmp_path, cls=ours, max_steps=1) if ours else make_preference_trainer(tmp_path)
     run.train()
     missing = [name for name in surface.PRIVATE_ATTRIBUTES[trainer] if not hasattr(run, name)]
     assert not missing, f"TRL {version('trl')} sets no {trainer}.{missing}: the hook must be adapted"
 
 
 @both_trls
-@pytest.mark.parametrize("trainer", surface.PRIVATE_ATTRIBUTES)
+@pytest.mark.parametrize("trainer", ["GRPOTrainer", "RLOOTrainer"])
 def test_forward_is_called_as_the_reader_expects(trainer):
     """The query reader needs `labels` and `fused_lm_head` by keyword and one call per loss."""
     import trl
@@ -58,6 +61,33 @@ def test_forward_is_called_as_the_reader_expects(trainer):
     cls = getattr(trl, trainer)
     assert "labels=labels, fused_lm_head=True" in inspect.getsource(cls._get_per_token_logps_and_entropies)
     assert inspect.getsource(cls._compute_loss).count("_get_per_token_logps_and_entropies(") == 1
+
+
+@both_trls
+def test_preference_forward_is_called_as_the_reader_expects():
+    """One forward of the model that `compute_loss` was given, before the reference's; whatever is not named goes to it."""
+    from trl import DPOTrainer
+
+    source = inspect.getsource(DPOTrainer._compute_loss)
+    assert source.count(" model(**model_kwargs, labels=labels, fused_lm_head=True)") == 1
+    assert source.count("fused_lm_head=True") == source.count("_model(**ref_model_kwargs, labels=labels") + 2
+    assert "for k, v in inputs.items() if k not in _non_model_keys" in source
+    assert inspect.getsource(DPOTrainer.compute_loss).count("self._compute_loss(model, inputs, return_outputs)") == 1
+
+
+@both_trls
+def test_preference_collator_lays_pairs_out_as_the_reader_expects():
+    """[chosen; rejected] rows, prompt and completion in one, padded on the right."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    batch = DataCollatorForPreference(pad_token_id=0)(
+        [
+            {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
+            {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
+        ]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [7, 8, 9, 0, 0], [1, 2, 3, 6, 0], [7, 8, 10, 11, 0]]
+    assert batch["completion_mask"].tolist()[:2] == [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0]]
 
 
 @both_trls
@@ -94,11 +124,12 @@ def test_unsupported_versions_are_refused(monkeypatch, found, supported):
 
 @both_trls
 def test_loss_scale_is_known(tmp_path):
-    """GRPO scales its own loss for accumulation, RLOO leaves that to the Trainer; the penalty follows each."""
-    from trl import GRPOTrainer, RLOOTrainer
+    """GRPO scales its own loss for accumulation, RLOO and DPO leave that to the Trainer; the penalty follows each."""
+    from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
     assert GRPOTrainer.loss_is_scaled_for_ga is True
     assert RLOOTrainer.loss_is_scaled_for_ga is False
+    assert DPOTrainer.loss_is_scaled_for_ga is False
     assert make_config(tmp_path).gradient_accumulation_steps >= 1
 
 

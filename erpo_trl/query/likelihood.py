@@ -64,11 +64,12 @@ class QueryReader:
             raise RuntimeError("TRL made a second forward inside one loss; the query log-probs would be ambiguous")
         width = self.targets.shape[1]
         labels = labels.clone()
-        labels[:, 1 : width + 1] = torch.where(self.mask, self.targets, labels[:, 1 : width + 1])
+        rows = len(self.mask)
+        labels[:rows, 1 : width + 1] = torch.where(self.mask, self.targets, labels[:rows, 1 : width + 1])
         outputs = self.model(*args, labels=labels, **kwargs)
         # Counted from the right: prompt-learning adapters put virtual tokens before the prompt
         start = outputs.log_probs.shape[1] - (labels.shape[1] - 1)
-        self.logps = outputs.log_probs[:, start : start + width]
+        self.logps = outputs.log_probs[:rows, start : start + width]
         self.completion_logps = outputs.log_probs[:, start + width :]
         if self.then is not None:
             self.then(self)
@@ -76,6 +77,41 @@ class QueryReader:
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
+
+
+class PairReader(QueryReader):
+    """`QueryReader` for preference pairs: rows are [chosen; rejected], prompt and completion in one row, padded on the right.
+
+    The prompt is labelled in the chosen row. TRL sums log-probs over whole rows, so it is handed every per-token output as it
+    would be without those labels. Calls without labels (for logits) go through.
+
+    Args:
+        model: as in `QueryReader`.
+        input_ids: (N, L) the chosen rows.
+        query_mask: (N, L-1) True where a token of the prompt is scored.
+        rows: (N,) bool, the pairs whose prompt is labelled.
+        weight: (N,) multiplies the gradient of the log-probs that TRL gets of either row, and so that of every loss of the
+            pair alone; their values, and the loss, stay. None for no weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, input_ids: Tensor, query_mask: Tensor, rows: Tensor, weight: Tensor | None = None
+    ):
+        super().__init__(model, input_ids, query_mask, rows)
+        self.weight = weight
+
+    def __call__(self, *args, labels: Tensor | None = None, **kwargs):
+        if labels is None:
+            return self.model(*args, **kwargs)
+        outputs = super().__call__(*args, labels=labels, **kwargs)
+        unlabelled = labels[:, 1:] == -100
+        for name, value in outputs.items():
+            if isinstance(value, Tensor) and value.shape == unlabelled.shape:
+                outputs[name] = value.masked_fill(unlabelled, 0)
+        if self.weight is not None and outputs.log_probs.requires_grad:
+            weight = self.weight.repeat(2).unsqueeze(1)
+            outputs.log_probs.register_hook(lambda grad: grad * weight.to(grad.dtype))
+        return outputs
 
 
 def has_absolute_positions(model: nn.Module) -> bool:

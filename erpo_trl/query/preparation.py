@@ -33,12 +33,10 @@ class PreparedReferenceMixin(ResumeMixin):
         # Before anything is loaded
         signatures = (inspect.signature(cls.__init__) for cls in type(self).__mro__)
         trl = next(signature for signature in signatures if "train_dataset" in signature.parameters)
-        refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
+        self._refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
         check_model(self.model, self.args.disable_dropout)
-        for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None and has_absolute_positions(base_model(model)):
-                pass_position_ids(base_model(model))
+        self._count_positions()
 
         asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         autocast, precision = training_precision(self.accelerator, asked if self.accelerator.native_amp else None)
@@ -46,7 +44,8 @@ class PreparedReferenceMixin(ResumeMixin):
             self.model,
             self.processing_class,
             self.args,
-            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            tokenize=self._ids_of,
+            column=self._prompt_column,
             template=self._template_arguments(),
             autocast_dtype=autocast,
             precision=precision,
@@ -81,6 +80,19 @@ class PreparedReferenceMixin(ResumeMixin):
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
         self._few_effective = False  # whether a small effective sample size has been warned of
+
+    _prompt_column = "prompt"
+    _refuse_unsupported = staticmethod(refuse_unsupported)
+
+    def _ids_of(self, prompts: list) -> list:
+        """The token ids that the trainer gives the model for the prompts of `_prompt_column`."""
+        return self._tokenize_prompts(prompts)[0]
+
+    def _count_positions(self) -> None:
+        """Prompts are padded on the left, which models with absolute positions must be told."""
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None and has_absolute_positions(base_model(model)):
+                pass_position_ids(base_model(model))
 
     def _template_arguments(self) -> dict:
         """What TRL's `_tokenize_prompts` renders chats with; RLOO has no tools."""

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
 
+from .fields import GenerationFields
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
@@ -118,6 +119,7 @@ class DatasetMapper:
         processing_class: the tokenizer or processor that training uses.
         config: an [`ERPOConfig`].
         tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
+        column: of the data set, with the prompts.
         template: arguments that chats are rendered with besides themselves. Default: `config.chat_template_kwargs`.
         autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
         precision: name of what lowers the precision of a forward in training, part of the fingerprint. Default: the dtype of
@@ -138,6 +140,7 @@ class DatasetMapper:
         config,
         *,
         tokenize: Callable[[list], list[Sequence[int]]] | None = None,
+        column: str = "prompt",
         template: dict | None = None,
         autocast_dtype: torch.dtype | None | str = "config",
         precision: str | None = None,
@@ -148,7 +151,10 @@ class DatasetMapper:
         self.processing_class = processing_class
         self.config = config
         self.tokenize = tokenize or self._tokenize
-        self.template = (config.chat_template_kwargs or {}) if template is None else template
+        self.column = column
+        # DPO has no such setting; its rows may
+        default = getattr(config, "chat_template_kwargs", None) or {}
+        self.template = default if template is None else template
         self.find_span = SpanFinder(config.query_span, processing_class, self.template)
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
@@ -205,7 +211,7 @@ class DatasetMapper:
                 left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
-        require_mappable(dataset, REFERENCE_FEATURES)
+        require_mappable(dataset, REFERENCE_FEATURES, self.column)
         # Formats (numpy, torch) change what rows look like to the tokenizer; they are put back at the end
         layout, dataset = dataset.format["type"], dataset.with_format(None)
         reference, settings = (self.reference, None) if self.reference else self._present_reference()
@@ -283,7 +289,7 @@ class DatasetMapper:
 
     def all_ids(self, dataset: Dataset) -> TokenRows:
         """The token ids of every prompt of an unformatted data set; raise for a row that has none."""
-        ids = TokenRows(self._tokenized(dataset.select_columns("prompt")))
+        ids = TokenRows(self._tokenized(dataset.select_columns(self.column)))
         if not ids.lengths.all():
             row = int(np.flatnonzero(ids.lengths == 0)[0])
             raise ValueError(f"Row {row} of the data set has an empty prompt: remove it.")
@@ -291,7 +297,7 @@ class DatasetMapper:
 
     def _tokenized(self, prompts: Dataset) -> Iterator[list[Sequence[int]]]:
         for start in range(0, len(prompts), _ROWS_PER_CALL):
-            batch = prompts[start : start + _ROWS_PER_CALL]["prompt"]
+            batch = prompts[start : start + _ROWS_PER_CALL][self.column]
             try:
                 rows = self.tokenize(batch)
             except Exception:
@@ -312,6 +318,8 @@ class DatasetMapper:
 
     def prompt_limit(self) -> tuple[int | None, str]:
         """Longest prompt in tokens that leaves room to answer, None for no limit, and where the limit comes from."""
+        if not isinstance(self.config, GenerationFields):
+            return None, ""  # the completions are there, and the trainer has limited their length with the prompt's
         if self.config.max_prompt_length is not None:
             return self.config.max_prompt_length, "max_prompt_length"
         config = self.model.config.get_text_config()

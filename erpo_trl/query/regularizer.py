@@ -8,6 +8,7 @@ batch is cut into micro-batches, generations and ranks.
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
             prompts = [row["prompt"] for row in inputs]
             columns = self._arrival.fill(columns, ids, prompts, learning=self.model.training)
-        keys = self._check_ids(prompt_ids, prompt_mask, columns, inputs)
+        keys = self._check_ids(prompt_ids, prompt_mask, columns, lambda row: inputs[row]["prompt"])
         device, width = prompt_ids.device, prompt_ids.shape[1] - 1
         ref_logps, in_span = torch.zeros(len(inputs), width), torch.zeros(len(inputs), width, dtype=torch.bool)
         for row, column in enumerate(columns):
@@ -103,7 +104,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         batch["advantages"] = batch["advantages"] * (weight if batch["advantages"].dim() == 1 else weight.unsqueeze(1))
         return batch
 
-    def _check_ids(self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], rows: list[dict]) -> list[int]:
+    def _check_ids(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], prompt_of: Callable[[int], object]
+    ) -> list[int]:
         """Key of each row's query and span; raise where the ids trained on are not the ids scored, nor the span the run's."""
         reference = self.dataset_mapper.reference.fingerprint
         # Columns that came with a stream; all others are this trainer's
@@ -115,13 +118,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             if found is None:
                 raise ValueError(
                     f"Row {row} of the batch has no reference log-probs; map its data set with DatasetMapper. Prompt: "
-                    f"{_shorten(rows[row]['prompt'])}"
+                    f"{_shorten(prompt_of(row))}"
                 )
             if found != expected or len(columns[row]["ref_query_logps"]) != len(ids) - 1:
                 if found.startswith(reference):
                     cause = (
                         f"the {len(ids)} token ids trained on are not the ones its reference scored; something rewrote the "
-                        "prompt after scoring (a rollout_func, a changed chat template)"
+                        "prompt after scoring (a rollout_func, a data collator, a changed chat template)"
                     )
                 else:
                     cause = (
@@ -129,15 +132,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                         f"{reference}: another model, or other settings ({self.dataset_mapper.head_settings()})"
                     )
                 raise ValueError(
-                    f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(rows[row]['prompt'])}"
+                    f"Row {row} of the batch cannot be regularized: {cause}. Prompt: {_shorten(prompt_of(row))}"
                 )
             span = np.asarray(columns[row]["query_span"], dtype=np.int64).tolist()
-            if elsewhere and span != self.dataset_mapper.find_span(
-                rows[row]["prompt"], ids, f"Row {row} of the batch"
-            ):
+            if elsewhere and span != self.dataset_mapper.find_span(prompt_of(row), ids, f"Row {row} of the batch"):
                 raise ValueError(
                     f"Row {row} of the batch was mapped with another query_span than this run's, {self.args.query_span!r}: map "
-                    f"the stream again with this run's config. Prompt: {_shorten(rows[row]['prompt'])}"
+                    f"the stream again with this run's config. Prompt: {_shorten(prompt_of(row))}"
                 )
             keys.append(span_key(ids, span))
         return keys
@@ -249,15 +250,25 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     # ---- the loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        # Before TRL's forward, whose graph then waits for nothing but its backward
+        ref_logps = self._policy_kl.reference_logps(inputs) if self._measures_policy_kl() else None
+        reader = self._reader(model, inputs)
+        loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+        if ref_logps is not None:
+            counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            self._policy_kl.add(reader.completion_logps.detach(), ref_logps, counted)
+        return self._regularized(loss, inputs, reader)
+
+    def _reader(self, model, inputs: dict) -> QueryReader:
+        """What stands in for the model in the forward of this micro-batch."""
         mode = "train" if self.model.training else "eval"
         then = None
         if self._policy_weights and self._query_metrics[mode].micro_batches == 1:
             then = functools.partial(self._weigh_in_forward, inputs)
-        # Before TRL's forward, whose graph then waits for nothing but its backward
-        ref_logps = self._policy_kl.reference_logps(inputs) if self._measures_policy_kl() else None
-        reader = QueryReader(model, inputs["prompt_ids"], inputs["query_mask"], inputs["query_owner"], then)
-        loss = super().compute_loss(reader, inputs, return_outputs, num_items_in_batch)
+        return QueryReader(model, inputs["prompt_ids"], inputs["query_mask"], inputs["query_owner"], then)
 
+    def _regularized(self, loss, inputs: dict, reader: QueryReader):
+        """TRL's loss with the penalty of the queries that were read in its forward; keeps their statistics."""
         alpha, share = self.query_alpha, inputs["query_share"]
         logps = reader.logps if alpha > 0 else reader.logps.detach()
         divergence = self._divergence(logps, reader.mask, inputs)
@@ -269,9 +280,6 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 penalty = penalty * self.current_gradient_accumulation_steps
             loss = loss + penalty
         self._record(inputs, reader, divergence.detach(), alpha * penalized.detach())
-        if ref_logps is not None:
-            counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-            self._policy_kl.add(reader.completion_logps.detach(), ref_logps, counted)
         return loss
 
     def _divergence(self, logps: Tensor, mask: Tensor, inputs: dict) -> Tensor:
@@ -284,8 +292,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         return several_query_kl(logps, references, weights, mask, args.query_references_mode, *settings)
 
     def _measures_policy_kl(self) -> bool:
-        every = self.args.log_policy_kl_steps
-        return self._policy_kl is not None and self.model.training and self.state.global_step % every == 0
+        if self._policy_kl is None or not self.model.training:
+            return False
+        return self.state.global_step % self.args.log_policy_kl_steps == 0
 
     # ---- metrics
 

@@ -106,10 +106,7 @@ class ResumeMixin:
         finally:
             self.remove_callback(stop)
         if self.state.global_step == 0 < self.state.max_steps:
-            raise ValueError(
-                "Training made no step: the data holds less than one generation batch "
-                f"({self.args.generation_batch_size // self.args.num_generations} prompts), or its prompts are too long."
-            )
+            raise ValueError(f"Training made no step: {self._too_little_data()}.")
         if stop.agreed and self.state.global_step < self.state.max_steps:
             logger.warning(
                 f"Terminated by SIGTERM after step {self.state.global_step} of {self.state.max_steps}; the checkpoint is in "
@@ -117,6 +114,12 @@ class ResumeMixin:
             )
             raise SystemExit(128 + signal.SIGTERM)
         return result
+
+    def _too_little_data(self) -> str:
+        return (
+            "the data holds less than one generation batch "
+            f"({self.args.generation_batch_size // self.args.num_generations} prompts), or its prompts are too long"
+        )
 
     def _resume_reference(self, state: dict) -> None:
         reference = Reference(state["fingerprint"], state["adapter"])

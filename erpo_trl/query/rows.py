@@ -36,8 +36,8 @@ class TokenRows:
         return self._ids[start : start + self.lengths[row]]
 
 
-def require_mappable(dataset, reserved) -> None:
-    """Raise, with what to do, for what cannot get the columns named in `reserved`."""
+def require_mappable(dataset, reserved, column: str) -> None:
+    """Raise, with what to do, for what cannot get the columns named in `reserved`, or has no `column` of prompts."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"DatasetMapper maps a datasets.Dataset, found {type(dataset).__name__}: map the splits of a DatasetDict one by "
@@ -49,8 +49,8 @@ def require_mappable(dataset, reserved) -> None:
             "dataset.map(...) first."
         )
     names = dataset.column_names
-    if "prompt" not in names:
-        raise ValueError(f"The data set has no column 'prompt'; it has {names}.")
+    if column not in names:
+        raise ValueError(f"The data set has no column {column!r}; it has {names}.")
     taken = [name for name in reserved if name in names]
     if taken and len(taken) < len(reserved):
         raise ValueError(

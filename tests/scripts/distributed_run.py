@@ -1,5 +1,5 @@
-"""Run by `test_two_processes.py`, on one process or under torchrun: trains a few steps or scores prompts, and saves per
-rank what the tests compare. `runs.json` in the folder given holds the runs by name.
+"""Run by `test_two_processes.py` and `test_dpo.py`, on one process or under torchrun: trains a few steps or scores prompts,
+and saves per rank what the tests compare. `runs.json` in the folder given holds the runs by name.
 """
 
 import json
@@ -25,6 +25,7 @@ from helpers import (
     shift_reference,
     tiny_model,
 )
+from preference_helpers import make_preference_trainer, pairs
 
 from erpo_trl import DatasetMapper, ERPORLOOTrainer, ERPOTrainer
 
@@ -72,6 +73,21 @@ def train(settings: dict, folder: Path) -> dict:
     }
 
 
+def train_pairs(settings: dict, folder: Path) -> dict:
+    data, evaluation = pairs(settings.pop("prompts")), pairs(settings.pop("evaluation"))
+    trainer = make_preference_trainer(folder, data=data, trainer_kwargs={"eval_dataset": evaluation}, **settings)
+    recorder = Recorder().attach(trainer)
+    trainer.train()
+    return {
+        "grads": [step.grads for step in recorder.done],
+        "batches": [step.batches for step in recorder.done],
+        "metrics": trainer.evaluate(),
+        "log": trainer.state.log_history,
+        "scored": trainer.scoring_reports[0][1].scored,
+        "distributed": str(trainer.accelerator.distributed_type),
+    }
+
+
 def score(settings: dict, folder: Path) -> dict:
     config = make_config(folder, reference_batch_tokens=settings["batch_tokens"])  # also sets up the process group
     state = PartialState()
@@ -99,7 +115,7 @@ def main():
     torch.set_num_threads(1)
     results = {}
     for name, settings in runs.items():
-        task = {"train": train, "score": score}[settings.pop("task")]
+        task = {"train": train, "train_pairs": train_pairs, "score": score}[settings.pop("task")]
         results[name] = task(settings, folder if task is score else folder / name)
         PartialState().wait_for_everyone()
     torch.save(results, folder / f"rank{PartialState().process_index}.pt")
