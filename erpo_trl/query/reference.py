@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 import xxhash
 from accelerate import PartialState
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
 
+from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
@@ -42,7 +44,6 @@ REFERENCE_FEATURES = {
 }
 # Tokens between two writes of the table: what a killed scoring pass can lose
 _TOKENS_PER_PART = 1 << 20
-_ROWS_PER_CALL = 1000
 
 
 class ReferenceUnavailableError(RuntimeError):
@@ -198,13 +199,10 @@ class DatasetMapper:
             dataset = dataset.select(kept)
             ids = TokenRows([[ids[row] for row in kept]])
 
-        keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
+        keys = ids.keys()
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
-            columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], keys, ids.lengths)
-            for row, (found, logps, key, length) in enumerate(columns):
-                name = row_fingerprint(reference.fingerprint, int(key))
-                known[row] = found == name and logps is not None and len(logps) == length - 1
+            known = rows_of_reference(dataset, reference.fingerprint, keys, ids.lengths)
         scorable = ids.lengths > 1
 
         distinct, first = np.unique(keys[scorable], return_index=True)
@@ -269,8 +267,8 @@ class DatasetMapper:
         return ids
 
     def _tokenized(self, prompts: Dataset) -> Iterator[list[Sequence[int]]]:
-        for start in range(0, len(prompts), _ROWS_PER_CALL):
-            batch = prompts[start : start + _ROWS_PER_CALL]["prompt"]
+        for start in range(0, len(prompts), ROWS_PER_CALL):
+            batch = prompts[start : start + ROWS_PER_CALL]["prompt"]
             try:
                 rows = self.tokenize(batch)
             except Exception:
@@ -380,17 +378,8 @@ class DatasetMapper:
 
     def _attach(self, dataset, table, keys, known, scorable, mean_nll) -> Dataset:
         reference = table.folder.name
-        column = dataset["ref_query_logps"] if known.any() else None
-        held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
-
-        def logps_of(row: int) -> np.ndarray:
-            if not scorable[row]:
-                return np.empty(0, dtype=np.float32)
-            key = int(keys[row])
-            source = row if known[row] else held.get(key)
-            return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
-
-        nll = np.fromiter((abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))), float, len(keys))
+        logps_of = RowLogps(dataset, table, keys, known, scorable)
+        nll = logps_of.nll()
         if not np.isfinite(nll).all():
             row = int(np.flatnonzero(~np.isfinite(nll))[0])
             raise ValueError(
@@ -407,13 +396,14 @@ class DatasetMapper:
             scored=torch.from_numpy(scorable),
         ).numpy()
 
-        def attach(batch: dict, rows: list[int]) -> dict:
-            return {
-                "ref_query_logps": [logps_of(row) for row in rows],
-                "ref_query_nll": nll[rows].astype(np.float32),
-                "query_weight": weights[rows].astype(np.float32),
-                "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
+        def attach(batch: pa.Table, rows: list[int]) -> pa.Table:
+            columns = {
+                "ref_query_logps": logps_of(np.asarray(rows)),
+                "ref_query_nll": pa.array(nll[rows].astype(np.float32)),
+                "query_weight": pa.array(weights[rows].astype(np.float32)),
+                "query_fingerprint": pa.array([row_fingerprint(reference, key) for key in keys[rows].tolist()]),
             }
+            return with_columns(batch, columns)
 
         name = xxhash.xxh3_64()
         for part in (dataset._fingerprint, reference, repr((self.config.query_weight, self.config.query_weight_clip))):
@@ -424,7 +414,8 @@ class DatasetMapper:
         features = dataset.features.copy()
         features.update(REFERENCE_FEATURES)
         with progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
-            return dataset.map(
+            # As Arrow tables: Python objects of every log-prob would take most of the time
+            mapped = dataset.with_format("arrow").map(
                 attach,
                 batched=True,
                 with_indices=True,
@@ -432,3 +423,4 @@ class DatasetMapper:
                 new_fingerprint=name.hexdigest(),
                 desc="Attaching the reference",
             )
+        return mapped.with_format(None)
