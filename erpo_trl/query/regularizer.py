@@ -7,6 +7,7 @@ batch is cut into micro-batches, generations and ranks.
 """
 
 import contextlib
+import functools
 import inspect
 import math
 from collections import deque
@@ -25,6 +26,7 @@ from .metrics import QueryMetrics
 from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
+from .rows import collate_rows
 from .sharding import prepared_for_scoring, training_precision
 from .window import generation_window
 
@@ -48,6 +50,7 @@ class QueryRegularizerMixin(ResumeMixin):
             if model is not None and has_absolute_positions(base_model(model)):
                 pass_position_ids(base_model(model))
 
+        self.data_collator = functools.partial(collate_rows, self.data_collator)
         asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         autocast, precision = training_precision(self.accelerator, asked if self.accelerator.native_amp else None)
         self.dataset_mapper = DatasetMapper(

@@ -1,7 +1,7 @@
 """Rows of a data set on their way to the reference: what can be mapped, and token ids without an object a row."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import datasets
@@ -75,6 +75,19 @@ def require_mappable(dataset, reserved) -> None:
         )
     if not len(dataset):
         raise ValueError("The data set has no rows.")
+
+
+def collate_rows(collate: Callable[[list[dict]], list[dict]], rows: list[dict]) -> list[dict]:
+    """What `collate` makes of a batch, with each row's log-probs as one array.
+
+    Every micro-batch brings the rows of a whole generation batch, and accelerate, which moves it to the device, would walk
+    through each number of a list.
+    """
+    name = "ref_query_logps"
+    return [
+        row if row.get(name) is None else {**row, name: np.asarray(row[name], dtype=np.float32)}
+        for row in collate(rows)
+    ]
 
 
 @contextlib.contextmanager
