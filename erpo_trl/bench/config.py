@@ -44,7 +44,7 @@ class Shapes:
 QWEN25_05B = Dimensions(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864)
 SMOKE = Shapes(Dimensions(32, 2, 2, 1, 64), ((8, 4, 2),), (64,), 2, 32, 24, (20, 40), (2, 4), (4, 8), 4, 4)
 QUICK = Shapes(
-    Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)), (4096,), 2, 384, 512, (1000, 10_000),
+    Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)), (2048,), 2, 192, 512, (1000, 10_000),
     (2, 4, 8), (32, 128, 512), 24, 32,
 )  # fmt: skip
 FULL = Shapes(
@@ -73,7 +73,7 @@ class BenchConfig:
         shapes (`list[str]`, *optional*):
             Steps as `PROMPTxCOMPLETIONxK`, in tokens and completions a prompt. Default: `64x64x8`, `256x64x8`, `64x256x8`.
         vocabularies (`list[int]`, *optional*):
-            Vocabulary sizes of the model built in code. Default: 4096 on a CPU, else 151936 and 32768.
+            Vocabulary sizes of the model built in code. Default: 2048 on a CPU, else 151936 and 32768.
         repetitions (`int`, *optional*, defaults to `10`):
             Rounds of every comparison; in each round every side runs once.
         full (`bool`, *optional*, defaults to `False`):
