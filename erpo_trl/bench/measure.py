@@ -38,12 +38,14 @@ class Comparison:
     target: dict[str, tuple[str, float]] = field(default_factory=dict)
     counted: bool = False
 
-    def ratio(self, side: str, to: str | None = None) -> tuple[float, float, float]:
-        """Median, lower and upper quartile of a side's ratio to another (default: the first), round by round.
+    def ratio(self, side: str) -> tuple[float, float, float] | tuple[None, None, None]:
+        """Median, lower and upper quartile of a side's ratio to the first, round by round; None where that is 0.
 
         Rounds, not medians of each side: what else a machine does changes from round to round, less so within one.
         """
-        base = self.values[to or next(iter(self.values))]
+        base = next(iter(self.values.values()))
+        if not all(base):  # memory that a small mapping adds may be 0
+            return None, None, None
         ratios = np.asarray(self.values[side]) / np.asarray(base)
         return tuple(float(x) for x in np.percentile(ratios, [50, 25, 75]))
 

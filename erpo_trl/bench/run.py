@@ -106,20 +106,17 @@ def table(comparisons: Sequence[Comparison]) -> str:
         scale, unit, digits = _UNITS[comparison.unit]
         for index, (side, values) in enumerate(comparison.values.items()):
             median = f"{np.median(values) * scale:,.{digits}f} {unit}".strip()
-            ratio, low, high = comparison.ratio(side) if len(values) == len(_first(comparison)) else (np.nan,) * 3
-            spread = "" if comparison.counted or len(values) == 1 else f" ({low:.2f}–{high:.2f})"
-            shown = f"{ratio:.3g}{spread}" if index else "1"
+            ratio, low, high = comparison.ratio(side)
+            alone = ratio is None or comparison.counted or len(values) == 1
+            spread = "" if alone else f" ({low:.2f}–{high:.2f})"
+            shown = "" if ratio is None else f"{ratio:.3g}{spread}" if index else "1"
             target = "{} {:g}".format(*comparison.target[side]) if side in comparison.target else ""
             lines.append(f"| {comparison.name if not index else ''} | {side} | {median} | {shown} | {target} |")
     return "\n".join(lines)
 
 
-def _first(comparison: Comparison) -> list[float]:
-    return next(iter(comparison.values.values()))
-
-
 def run(config: BenchConfig) -> dict:
-    """Measure, print each comparison when it is done, and write `bench.json` and `table.md` into `config.output`.
+    """Measure, print each comparison when it is done, and keep all in `bench.json` and `table.md` in `config.output`.
 
     Returns: what `bench.json` holds.
     """
@@ -129,21 +126,23 @@ def run(config: BenchConfig) -> dict:
     torch.set_num_threads(config.threads)
     done: list[Comparison] = []
     begin = time.perf_counter()
+    where = machine()
     try:
         with tempfile.TemporaryDirectory() as folder, _quiet():
             for comparison in measure(config, Path(folder)):
                 done.append(comparison)
                 print("\n".join(table([comparison]).splitlines()[2:]), flush=True)
-        result = {
-            **machine(),
-            "seconds": time.perf_counter() - begin,
-            "config": {name: value for name, value in vars(config).items() if name != "steps"},
-            "comparisons": [comparison.summary() for comparison in done],
-        }
+                # After each, so that a run that is stopped leaves what it has measured
+                result = {
+                    **where,
+                    "seconds": time.perf_counter() - begin,
+                    "config": {name: value for name, value in vars(config).items() if name != "steps"},
+                    "comparisons": [comparison.summary() for comparison in done],
+                }
+                _write(output / "bench.json", json.dumps(result, indent=1))
+                _write(output / "table.md", f"{heading(result)}\n\n{table(done)}\n")
     finally:
         torch.set_num_threads(threads)
-    _write(output / "bench.json", json.dumps(result, indent=1))
-    _write(output / "table.md", f"{heading(result)}\n\n{table(done)}\n")
     return result
 
 
