@@ -74,26 +74,39 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """Wall-clock seconds of one call."""
+def own_clock() -> Callable[[], float]:
+    """The clock of work within this process: CPU time on one thread of a CPU, which other jobs change least; else the wall's."""
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time if alone else time.perf_counter
+
+
+def seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:
+    """Seconds of one call by `clock`."""
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     work()
     synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def interleaved(sides: dict[str, Callable[[], None]], repetitions: int, warm_up: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    sides: dict[str, Callable[[], None]],
+    repetitions: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
     """Seconds of every side, one of each a round, the order turned by one from round to round.
 
-    Args: sides: name -> what to time; repetitions: rounds; warm_up: rounds before that are not kept.
+    Args: sides: name -> what to time; repetitions: rounds; warm_up: rounds before that are not kept; clock: default that of
+    work within this process.
     """
+    clock = clock or own_clock()
     names = list(sides)
     values: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, repetitions):
         for offset in range(len(names)):
             name = names[(turn + offset) % len(names)]
-            took = seconds(sides[name])
+            took = seconds(sides[name], clock)
             if turn >= 0:
                 values[name].append(took)
     return values

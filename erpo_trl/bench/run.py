@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..cli import InputError
 from ..options import parse_options
-from .config import BenchConfig, Shapes
+from .config import SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison
 from .positions import measure_positions
@@ -34,6 +34,8 @@ _UNITS = {
     "samples/s": (1, "samples/s", 2), "forwards": (1, "", 0), "positions": (1, "", 0),
 }  # fmt: skip
 
+_SMALL_VOCABULARY = 1000
+
 
 def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
     """Every comparison of a run, as it is done.
@@ -43,6 +45,8 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
     gpu = torch.cuda.is_available()
     shapes = config.resolve(gpu)
     work = Workload(folder, config.model, shapes.model, shapes.vocabularies[0], config.seed)
+    # For what depends on rows and not on the model
+    small = Workload(folder, config.model, SMOKE.model, _SMALL_VOCABULARY, config.seed)
     rounds = config.repetitions
     for part in config.parts:
         if part == "startup":
@@ -59,11 +63,11 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
                         yield from measure_step(sized, _step(shapes, shape), str(vocabulary), rounds, folder, compact)
         elif part == "scoring":
             yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
-            yield measure_warm(work, shapes.map_rows[1], rounds, folder)
-            yield measure_memory(work, shapes.map_rows)
+            yield measure_warm(small, shapes.map_rows[1], rounds, folder)
+            yield measure_memory(small, shapes.map_rows)
         elif part == "scaling":
             yield from measure_growth(work, shapes.groups, shapes.prompts, rounds, folder)
-            yield measure_rows(work, shapes.map_rows, folder)
+            yield measure_rows(small, shapes.map_rows, folder)
             if not gpu or torch.cuda.device_count() > 1:
                 yield measure_ranks(work, shapes.groups[0], shapes.prompts[0], rounds, folder)
         elif part == "evaluation":

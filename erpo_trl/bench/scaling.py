@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..query.reference import DatasetMapper
-from .measure import Comparison, exponent, interleaved, seconds
+from .measure import Comparison, exponent, interleaved, own_clock, seconds
 from .scoring import mapper_config
 from .step import BASE, ERPO, StepShape, steppers
 from .workload import Workload
@@ -47,7 +48,7 @@ def measure_rows(work: Workload, rows: tuple[int, ...], folder: Path) -> Compari
     for count in rows:
         part: Dataset = data.select(range(count))
         config = mapper_config(work, folder / f"rows-{count}")
-        values[count] = [seconds(lambda: DatasetMapper(model, work.tokenizer, config)(part))]  # noqa: B023
+        values[count] = [seconds(lambda: DatasetMapper(model, work.tokenizer, config)(part), own_clock())]  # noqa: B023
     return _growth("scoring time against rows", values)
 
 
@@ -81,7 +82,8 @@ def _step_on_ranks(work: Workload, group: int, prompt: int, repetitions: int, ou
     ranks = int(os.environ["WORLD_SIZE"])
     shape = StepShape(prompt, _COMPLETION, group, 2)
     with steppers((BASE, ERPO), work, shape, output.parent) as held:
-        times = interleaved({side: stepper.step for side, stepper in held.items()}, repetitions)
+        # By the wall's clock: processes wait for each other
+        times = interleaved({s: stepper.step for s, stepper in held.items()}, repetitions, clock=time.perf_counter)
     if os.environ["RANK"] == "0":
         output.write_text(json.dumps(times))
     if ranks > 1:

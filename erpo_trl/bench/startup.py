@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 from .measure import Comparison, interleaved
@@ -21,4 +22,4 @@ def measure_startup(repetitions: int) -> Comparison:
         "import erpo_trl": _run("-c", "import erpo_trl"),
         "erpo-trl --help": _run("-m", "erpo_trl.cli", "--help"),
     }
-    return Comparison("start of a process", "s", interleaved(sides, repetitions))
+    return Comparison("start of a process", "s", interleaved(sides, repetitions, clock=time.perf_counter))
