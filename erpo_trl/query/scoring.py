@@ -19,11 +19,11 @@ logger = logging.get_logger(__name__)
 
 
 # Padding of one batch, in tokens, above which one more forward is cheaper
-_MOST_PADDING = 512
+_MOST_PADDING = 256
 
 
 def batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
-    """Queries, longest first, cut where rows x longest row would pass `budget` tokens or padding would pass 512; at least one
+    """Queries, longest first, cut where rows x longest row would pass `budget` tokens or padding would pass 256; at least one
     a batch."""
     batches, batch, padding = [], [], 0
     for query in sorted(queries, key=len, reverse=True):
