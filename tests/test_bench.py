@@ -17,6 +17,7 @@ from erpo_trl.bench.positions import measure_positions
 from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
 from erpo_trl.bench.workload import Workload, mixed_lengths
 from erpo_trl.query.scoring import batches_by_tokens
+from erpo_trl.query.table import ReferenceTable
 
 SHAPE = StepShape(prompt=8, completion=4, group=4, queries=2, micro_batches=2)
 COMPLETION_TOKENS = 2 * 4 * 4
@@ -104,8 +105,6 @@ def test_memory_of_a_mapping_does_not_follow_the_log_probs(tmp_path):
         mapper = DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), config)
         table_rows = [list(range(length - 1))] * rows
         keys = mapper.all_ids(data).keys()
-        from erpo_trl.query.table import ReferenceTable
-
         table = ReferenceTable(mapper.cache_dir / mapper.present_reference().fingerprint)
         table.add(keys.tolist(), [np.asarray(row, dtype=np.float32) for row in table_rows])
         del table, table_rows, keys
