@@ -10,7 +10,7 @@ WORKERS ?= 2
 OTHER_TRL := 1.15.0
 VLLM := .venv-vllm
 
-.PHONY: train test check-vllm lint format clean
+.PHONY: train test bench check-vllm lint format clean
 
 train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
 	$(BIN)/erpo-trl demo $(ARGS)
@@ -19,6 +19,9 @@ test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test; those on TRL's private s
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed" $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
+
+bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one
+	$(BIN)/erpo-trl bench $(ARGS)
 
 check-vllm: $(VLLM)/ready  ## Train with a real vLLM engine on this machine's CPU; an environment of 4 GB of its own, not in CI
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W "ignore:TRL currently supports vLLM" tests/engine/check_vllm.py $(ARGS)

@@ -8,8 +8,8 @@ from erpo_trl.query.owners import settle_owners
 
 def settle_all(keys, scored=None):
     keys = np.array(keys)
-    scored = np.ones_like(keys, dtype=bool) if scored is None else np.array(scored)
-    return [settle_owners(keys, scored, rank) for rank in range(len(keys))]
+    tokens = np.ones_like(keys) if scored is None else np.array(scored).astype(int)
+    return [settle_owners(keys, tokens, rank) for rank in range(len(keys))]
 
 
 def test_one_rank():
@@ -56,3 +56,20 @@ def test_shares_of_every_query_sum_to_one(seed):
         for key, part in zip(keys[rank][owner], share[owner]):
             total[key] = total.get(key, 0) + part
     assert total == pytest.approx(dict.fromkeys(np.unique(keys[scored]), 1.0))
+
+
+def test_micro_batches_share_the_scoring():
+    """Four groups, a row of each in every micro-batch: each micro-batch scores one query, not the first all four."""
+    keys, micro_batch = np.array([[1, 2, 3, 4] * 4]), np.repeat(range(4), 4)
+    owner, share, _ = settle_owners(keys, np.full((1, 16), 7), 0, micro_batch)
+    assert micro_batch[owner].tolist() == [0, 1, 2, 3]
+    assert sorted(keys[0][owner]) == [1, 2, 3, 4] and share[owner].tolist() == [1] * 4
+
+
+def test_long_queries_are_placed_first():
+    """Of queries with 10, 6 and 5 tokens in two micro-batches, the two short ones go together: 10 and 11, not 16 and 5."""
+    keys, tokens = np.array([[1, 2, 3, 1, 2, 3]]), np.array([[5, 6, 10, 5, 6, 10]])
+    micro_batch = np.array([0, 0, 0, 1, 1, 1])
+    owner, _, _ = settle_owners(keys, tokens, 0, micro_batch)
+    assert sorted(np.bincount(micro_batch[owner], weights=tokens[0][owner])) == [10, 11]
+    assert sorted(keys[0][owner]) == [1, 2, 3]

@@ -33,7 +33,7 @@ _CHUNK = 1 << 28
 
 def query_key(ids: Sequence[int]) -> int:
     """Name of a query: a 63-bit hash of its exact token ids, non-negative so that it survives as int64."""
-    return xxhash.xxh3_64_intdigest(np.asarray(ids, dtype=np.int64).tobytes()) >> 1
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype=np.int64)) >> 1
 
 
 def row_fingerprint(reference: str, key: int) -> str:

@@ -69,7 +69,6 @@ class PreferenceMixin(QueryRegularizerMixin):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.data_collator = PairCollator(self.data_collator)
         self._step = 0  # counted by trainers that generate; here nothing reads it
 
     # ---- the reference
@@ -79,6 +78,9 @@ class PreferenceMixin(QueryRegularizerMixin):
 
     def _template_arguments(self) -> dict:
         return {}  # they come with the rows, whose ids tell where a span cannot be found without them
+
+    def _collator(self) -> PairCollator:
+        return PairCollator(self.data_collator)
 
     def _count_positions(self) -> None:
         """Nothing: rows are padded on the right, where absolute positions stay put."""

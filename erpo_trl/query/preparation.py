@@ -1,6 +1,7 @@
 """The trainer's side of the reference: which model it is, which rows it scores when, and what they are weighted relative to."""
 
 import contextlib
+import functools
 import inspect
 import math
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from .likelihood import has_absolute_positions, pass_position_ids
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .references import SEVERAL_FEATURES, OtherReferences, load_reference, parse_references
 from .resume import ResumeMixin
+from .rows import collate_rows
 from .sampling import CurriculumSampler, curriculum_weights, sampling_power, typical_rows
 from .sharding import is_sharded, prepared_for_scoring, training_precision
 from .standby import StandbyReference
@@ -37,6 +39,7 @@ class PreparedReferenceMixin(ResumeMixin):
         super().__init__(*args, **kwargs)
         check_model(self.model, self.args.disable_dropout)
         self._count_positions()
+        self.data_collator = self._collator()
 
         asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         autocast, precision = training_precision(self.accelerator, asked if self.accelerator.native_amp else None)
@@ -87,6 +90,10 @@ class PreparedReferenceMixin(ResumeMixin):
     def _ids_of(self, prompts: list) -> list:
         """The token ids that the trainer gives the model for the prompts of `_prompt_column`."""
         return self._tokenize_prompts(prompts)[0]
+
+    def _collator(self):
+        """What brings a batch's rows, with their reference columns, to the trainer."""
+        return functools.partial(collate_rows, self.data_collator)
 
     def _count_positions(self) -> None:
         """Prompts are padded on the left, which models with absolute positions must be told."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 import xxhash
 from accelerate import PartialState
@@ -23,13 +24,14 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
 
+from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
 from .fields import GenerationFields
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
-from .span import SpanFinder, scored_in_span
+from .span import SpanFinder
 from .table import ReferenceTable
 from .weights import Queries, WeightRule, effective_sample_fraction, query_weights
 
@@ -45,7 +47,6 @@ REFERENCE_FEATURES = {
 }
 # Tokens between two writes of the table: what a killed scoring pass can lose
 _TOKENS_PER_PART = 1 << 20
-_ROWS_PER_CALL = 1000
 
 
 class ReferenceUnavailableError(RuntimeError):
@@ -225,13 +226,10 @@ class DatasetMapper:
             ids = TokenRows([[ids[row] for row in kept]])
         spans = TokenRows(self.find_span.of_rows(dataset, ids, kept))
 
-        keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
+        keys = ids.keys()
         known = np.zeros(len(ids), dtype=bool)
         if "query_fingerprint" in dataset.column_names:
-            columns = zip(dataset["query_fingerprint"], dataset["ref_query_logps"], keys, ids.lengths)
-            for row, (found, logps, key, length) in enumerate(columns):
-                name = row_fingerprint(reference.fingerprint, int(key))
-                known[row] = found == name and logps is not None and len(logps) == length - 1
+            known = rows_of_reference(dataset, reference.fingerprint, keys, ids.lengths)
         scorable = ids.lengths > 1
 
         distinct, first = np.unique(keys[scorable], return_index=True)
@@ -296,8 +294,8 @@ class DatasetMapper:
         return ids
 
     def _tokenized(self, prompts: Dataset) -> Iterator[list[Sequence[int]]]:
-        for start in range(0, len(prompts), _ROWS_PER_CALL):
-            batch = prompts[start : start + _ROWS_PER_CALL][self.column]
+        for start in range(0, len(prompts), ROWS_PER_CALL):
+            batch = prompts[start : start + ROWS_PER_CALL][self.column]
             try:
                 rows = self.tokenize(batch)
             except Exception:
@@ -409,21 +407,8 @@ class DatasetMapper:
 
     def _attach(self, dataset, table, keys, known, scorable, spans, population) -> Dataset:
         reference = table.folder.name
-        column = dataset["ref_query_logps"] if known.any() else None
-        held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
-
-        def logps_of(row: int) -> np.ndarray:
-            if not scorable[row]:
-                return np.empty(0, dtype=np.float32)
-            key = int(keys[row])
-            source = row if known[row] else held.get(key)
-            return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
-
-        nll, tokens = np.zeros(len(keys)), np.zeros(len(keys), dtype=np.int64)
-        for row in range(len(keys)):
-            logps = logps_of(row)
-            counted = scored_in_span(spans[row], len(logps) + 1)
-            nll[row], tokens[row] = abs(logps[counted].sum(dtype=np.float64)), counted.sum()
+        logps_of = RowLogps(dataset, table, keys, known, scorable)
+        nll, tokens = logps_of.likelihoods(spans)
         scored = tokens > 0
         self.report.spanless = int((scorable & ~scored).sum())
         if self.report.spanless:
@@ -446,14 +431,15 @@ class DatasetMapper:
         self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
         self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
 
-        def attach(batch: dict, rows: list[int]) -> dict:
-            return {
-                "ref_query_logps": [logps_of(row) for row in rows],
-                "query_span": [spans[row] for row in rows],
-                "ref_query_nll": nll[rows].astype(np.float32),
-                "query_weight": weights[rows].astype(np.float32),
-                "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
+        def attach(batch: pa.Table, rows: list[int]) -> pa.Table:
+            columns = {
+                "ref_query_logps": logps_of(np.asarray(rows)),
+                "query_span": pa.array([spans[row] for row in rows], pa.list_(pa.int32())),
+                "ref_query_nll": pa.array(nll[rows].astype(np.float32)),
+                "query_weight": pa.array(weights[rows].astype(np.float32)),
+                "query_fingerprint": pa.array([row_fingerprint(reference, key) for key in keys[rows].tolist()]),
             }
+            return with_columns(batch, columns)
 
         name = xxhash.xxh3_64()
         for part in (dataset._fingerprint, reference, repr((rule, self.config.query_span))):
@@ -464,7 +450,8 @@ class DatasetMapper:
         features = dataset.features.copy()
         features.update(REFERENCE_FEATURES)
         with progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
-            return dataset.map(
+            # As Arrow tables: Python objects of every log-prob would take most of the time
+            mapped = dataset.with_format("arrow").map(
                 attach,
                 batched=True,
                 with_indices=True,
@@ -472,3 +459,4 @@ class DatasetMapper:
                 new_fingerprint=name.hexdigest(),
                 desc="Attaching the reference",
             )
+        return mapped.with_format(None)

@@ -180,12 +180,14 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         R̂ over the step's distinct queries.
         """
         sizes = [len(batch["query_key"]) for batch in batches]
-        scored = [batch["query_mask"].any(-1) for batch in batches]
-        rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(scored).long()], dim=1)
+        tokens = [batch["query_mask"].sum(-1) for batch in batches]
+        rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(tokens)], dim=1)
         rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=-1)
         ranks = self.accelerator.num_processes
-        keys, scored = self.accelerator.gather(rows).view(ranks, -1, 2).cpu().numpy().transpose(2, 0, 1)
-        owner, share, queries = settle_owners(keys, scored == 1, self.accelerator.process_index)
+        keys, tokens = self.accelerator.gather(rows).view(ranks, -1, 2).cpu().numpy().transpose(2, 0, 1)
+        micro_batch = np.repeat(np.arange(len(batches)), sizes)
+        micro_batch = np.pad(micro_batch, (0, keys.shape[1] - sum(sizes)))  # rows that only pad own nothing
+        owner, share, queries = settle_owners(keys, tokens, self.accelerator.process_index, micro_batch)
         owner, share = (torch.from_numpy(x).split([*sizes, len(x) - sum(sizes)]) for x in (owner, share))
         settled = []
         for batch, owns, part in zip(batches, owner, share):
@@ -198,9 +200,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                     "query_share": (part * ranks / max(queries, 1)).float().to(device),
                 }
             )
-        tokens = self._weigh_before_forward(settled) if self._policy_weights else None
+        forwarded = self._weigh_before_forward(settled) if self._policy_weights else None
         mode = "train" if self.model.training else "eval"
-        self._query_metrics[mode].open(keys, scored, len(batches), tokens)
+        self._query_metrics[mode].open(keys, np.minimum(tokens, 1), len(batches), forwarded)
         return settled
 
     # ---- weights by the policy

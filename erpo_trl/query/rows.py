@@ -1,11 +1,16 @@
 """Rows of a data set on their way to the reference: what can be mapped, and token ids without an object a row."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import datasets
 import numpy as np
 from datasets import Dataset
+
+from .fingerprint import query_key
+
+_ROWS_AT_A_TIME = 1000  # cast together
 
 
 class TokenRows:
@@ -22,7 +27,7 @@ class TokenRows:
         lengths, parts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
         for rows in batches:
             lengths.append(np.fromiter(map(len, rows), np.int64, len(rows)))
-            parts.append(np.concatenate([np.empty(0, np.int32), *(np.asarray(row, dtype=np.int32) for row in rows)]))
+            parts.append(np.fromiter(chain.from_iterable(rows), np.int32, lengths[-1].sum()))
         self._ids, self.lengths = np.concatenate(parts), np.concatenate(lengths)
         self._starts = self.lengths.cumsum() - self.lengths
 
@@ -34,6 +39,17 @@ class TokenRows:
             raise IndexError(row)
         start = self._starts[row]
         return self._ids[start : start + self.lengths[row]]
+
+    def keys(self) -> np.ndarray:
+        """(N,) int64, the `query_key` of every row."""
+        keys = np.empty(len(self), dtype=np.int64)
+        for first in range(0, len(self), _ROWS_AT_A_TIME):
+            # Cast many rows at once; a cast of each row would take longer than its hash
+            ends = self.lengths[first : first + _ROWS_AT_A_TIME].cumsum()
+            ids = self._ids[self._starts[first] : self._starts[first] + ends[-1]].astype(np.int64)
+            for row, (start, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist()), start=first):
+                keys[row] = query_key(ids[start:end])
+        return keys
 
 
 def require_mappable(dataset, reserved, column: str) -> None:
@@ -59,6 +75,19 @@ def require_mappable(dataset, reserved, column: str) -> None:
         )
     if not len(dataset):
         raise ValueError("The data set has no rows.")
+
+
+def collate_rows(collate: Callable[[list[dict]], list[dict]], rows: list[dict]) -> list[dict]:
+    """What `collate` makes of a batch, with each row's log-probs as one array.
+
+    Every micro-batch brings the rows of a whole generation batch, and accelerate, which moves it to the device, would walk
+    through each number of a list.
+    """
+    name = "ref_query_logps"
+    return [
+        row if row.get(name) is None else {**row, name: np.asarray(row[name], dtype=np.float32)}
+        for row in collate(rows)
+    ]
 
 
 @contextlib.contextmanager

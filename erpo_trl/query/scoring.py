@@ -18,14 +18,21 @@ from .sharding import compute_device, is_sharded
 logger = logging.get_logger(__name__)
 
 
+# Padding of one batch, in tokens, above which one more forward is cheaper
+_MOST_PADDING = 256
+
+
 def batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
-    """Queries, longest first, cut where rows x longest row would pass `budget` tokens; at least one a batch."""
-    batches, batch = [], []
+    """Queries, longest first, cut where rows x longest row would pass `budget` tokens or padding would pass 256; at least one
+    a batch."""
+    batches, batch, padding = [], [], 0
     for query in sorted(queries, key=len, reverse=True):
-        if batch and len(batch[0]) * (len(batch) + 1) > budget:
+        more = len(batch[0]) - len(query) if batch else 0
+        if batch and (len(batch[0]) * (len(batch) + 1) > budget or padding + more > _MOST_PADDING):
             batches.append(batch)
-            batch = []
+            batch, padding, more = [], 0, 0
         batch.append(query)
+        padding += more
     return [*batches, batch] if batch else batches
 
 

@@ -13,6 +13,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 SCHEMA = pa.schema([("query_key", pa.int64()), ("ref_query_logps", pa.list_(pa.float32()))])
+_NO_LISTS = pa.array([], pa.list_(pa.float32()))
 
 
 class ReferenceTable:
@@ -69,13 +70,16 @@ class ReferenceTable:
         """(N,) bool: which keys the table holds."""
         return self._find(keys)[1]
 
-    def __getitem__(self, key: int) -> np.ndarray:
-        """(T-1,) float32 log-probs of one query, nats. Raises KeyError if it is not there."""
-        at, found = self._find([key])
-        if not found[0]:
-            raise KeyError(key)
-        part, row = self._places[at[0]]
-        return self._parts[part][int(row)].values.to_numpy()
+    def take(self, keys: Sequence[int]) -> pa.ListArray:
+        """(N,) lists of float32 log-probs of queries, nats, in the order of `keys`; raises KeyError if one is not there."""
+        at, found = self._find(keys)
+        if not found.all():
+            raise KeyError(int(np.asarray(keys)[~found][0]))
+        part, row = self._places[at].T
+        order = np.argsort(part, kind="stable")
+        pieces = [self._parts[index].take(pa.array(row[part == index])) for index in np.unique(part)]
+        # Parts one after another, then back into the order asked for
+        return pa.concat_arrays([_NO_LISTS, *pieces]).take(pa.array(np.argsort(order)))
 
     def add(self, keys: Sequence[int], logps: Sequence[np.ndarray]) -> None:
         """Write one part, atomically, and index it."""

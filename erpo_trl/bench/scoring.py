@@ -1,0 +1,130 @@
+"""The scoring pass: `DatasetMapper` against the forward it cannot do without and against the obvious loop; rows against memory."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from trl.trainer.utils import add_fused_lm_head
+
+from ..config import ERPOConfig
+from ..query.reference import DatasetMapper
+from .measure import Comparison, interleaved, own_clock, seconds
+from .workload import Workload, mixed_lengths
+
+MAPPER, BARE, LOOP = "DatasetMapper", "bare forward", "obvious loop"
+_LOOP_ROWS = 8  # of a batch of the obvious loop
+
+
+def mapper_config(work: Workload, folder: Path) -> ERPOConfig:
+    """Settings of a mapping whose table lies below `folder`."""
+    return ERPOConfig(
+        output_dir=str(folder / "run"),
+        use_cpu=not work.gpu,
+        bf16=work.gpu,
+        report_to="none",
+        disable_tqdm=True,
+        reference_cache_dir=str(folder / "reference"),
+    )
+
+
+def measure_scoring(work: Workload, rows: int, longest: int, repetitions: int, folder: Path) -> list[Comparison]:
+    """Seconds for prompts of mixed lengths: tokenized, scored, written and attached by the mapper; the forward alone.
+
+    The bare forward runs the same number of tokens in rows of one length, so without padding, through backbone and fused
+    head. The rows are as long as makes its attention cost what that of the prompts costs. The obvious loop takes the prompts
+    in their order, padded to the longest of a batch, and makes logits and their log-softmax.
+    """
+    lengths = mixed_lengths(rows, longest, work.seed)
+    texts = work.prompts(lengths)
+    data = Dataset.from_dict({"prompt": texts})
+    model, config = work.model().eval(), mapper_config(work, folder)
+    ids = [torch.tensor(row) for row in work.tokenizer(texts)["input_ids"]]
+    tokens = sum(map(len, ids))
+    width = round(sum(len(row) ** 2 for row in ids) / tokens)
+    packed = torch.cat(ids)[: tokens // width * width].view(-1, width)
+    fused = work.model().eval()
+    add_fused_lm_head(fused, temperature=config.temperature)
+    amp = torch.autocast("cuda", dtype=torch.bfloat16, enabled=work.gpu)
+
+    def mapped():
+        shutil.rmtree(folder / "reference", ignore_errors=True)
+        DatasetMapper(model, work.tokenizer, config)(data)
+
+    @torch.no_grad()
+    def bare():
+        for batch in packed.split(max(1, config.reference_batch_tokens // width)):
+            batch = batch.to(model.device)
+            with amp:
+                fused(input_ids=batch, labels=batch, fused_lm_head=True).log_probs.float().cpu()
+
+    @torch.no_grad()
+    def loop():
+        for start in range(0, rows, _LOOP_ROWS):
+            batch = work.tokenizer(texts[start : start + _LOOP_ROWS], padding=True, return_tensors="pt")
+            batch = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+            with amp:
+                logps = model(**batch).logits[:, :-1].float().log_softmax(-1)
+            logps.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1).cpu()
+
+    times = interleaved({BARE: bare, MAPPER: mapped, LOOP: loop}, repetitions)
+    rates = {side: (tokens / np.asarray(values)).tolist() for side, values in times.items()}
+    name = f"{rows} prompts of 2 to {longest} tokens ({tokens} in all)"
+    return [
+        Comparison(f"scoring {name}", "tokens/s", rates, {MAPPER: (">=", 0.85)}),
+        Comparison(
+            f"scoring against the obvious loop {name}",
+            "tokens/s",
+            {LOOP: rates[LOOP], MAPPER: rates[MAPPER]},
+            {MAPPER: (">=", 3.0)},
+        ),
+    ]
+
+
+def measure_warm(work: Workload, rows: int, repetitions: int, folder: Path) -> Comparison:
+    """Seconds of a mapping whose queries are all in the table already."""
+    data, model, config = work.dataset(rows, 24), work.model(), mapper_config(work, folder)
+    DatasetMapper(model, work.tokenizer, config)(data)
+    clock = own_clock()
+    times = [seconds(lambda: DatasetMapper(model, work.tokenizer, config)(data), clock) for _ in range(repetitions)]
+    return Comparison(f"second mapping of {rows} rows", "s", {"warm table": times})
+
+
+def measure_memory(work: Workload, rows: tuple[int, ...]) -> Comparison:
+    """Peak resident memory that a mapping adds to its process, at several numbers of rows, each in a process of its own."""
+    grown = {}
+    for count in rows:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, *work.arguments(), str(count)],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"A mapping of {count} rows failed:\n{done.stderr}")
+        grown[f"{count} rows"] = [json.loads(done.stdout.splitlines()[-1])]
+    return Comparison("memory that a mapping adds, prompts of 24 tokens", "bytes", grown)
+
+
+def _map_alone(work: Workload, rows: int) -> int:
+    """Bytes that mapping so many rows, which lie on disk, adds to the peak resident memory of this process."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work.dataset(rows, 24).save_to_disk(folder / "data")
+        data = Dataset.load_from_disk(str(folder / "data"))
+        scored = work.model()
+        DatasetMapper(scored, work.tokenizer, mapper_config(work, folder / "warm"))(data.select(range(16)))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        DatasetMapper(scored, work.tokenizer, mapper_config(work, folder))(data)
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(_map_alone(Workload.again(*sys.argv[1:4]), int(sys.argv[4])))

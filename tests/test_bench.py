@@ -1,0 +1,207 @@
+"""What ERPO costs, as far as it can be counted (forwards, projected positions, bytes), and that the benchmark runs."""
+
+import gc
+import json
+import tracemalloc
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from helpers import byte_tokenizer, make_config, prompts_dataset, tiny_model
+
+from erpo_trl import DatasetMapper, cli
+from erpo_trl.bench.config import SMOKE, BenchConfig
+from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interleaved, peak_bytes
+from erpo_trl.bench.positions import measure_positions
+from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
+from erpo_trl.bench.workload import Workload, mixed_lengths
+from erpo_trl.query.scoring import batches_by_tokens
+from erpo_trl.query.table import ReferenceTable
+
+SHAPE = StepShape(prompt=8, completion=4, group=4, queries=2, micro_batches=2)
+COMPLETION_TOKENS = 2 * 4 * 4
+
+
+@pytest.fixture
+def work(tmp_path):
+    return Workload(tmp_path, None, SMOKE.model, 64, seed=0)
+
+
+def by_name(comparisons):
+    return {comparison.name.partition(" (")[0]: comparison.values for comparison in comparisons}
+
+
+# ------------------------------------------------------------------------------------------------ counts of a step
+@pytest.mark.parametrize("compact", [True, False])
+def test_forwards_of_a_step(work, tmp_path, compact):
+    """ERPO makes GRPO's forwards, one a micro-batch; a reference model adds one, the release's scheme two."""
+    forwards = by_name(measure_positions(work, SHAPE, tmp_path, compact))["forwards of a step"]
+    assert forwards == {BASE: [2], ERPO: [2], REFERENCE_MODEL: [4], RELEASE: [6]}
+
+
+def test_projected_positions_of_a_step(work, tmp_path):
+    """With the compact head: completions, and each distinct query's T - 1 tokens once, not K times."""
+    positions = by_name(measure_positions(work, SHAPE, tmp_path, compact=True))["projected positions of a step"]
+    once = 2 * (8 - 1)
+    assert positions[BASE] == [COMPLETION_TOKENS]
+    assert positions[ERPO] == [COMPLETION_TOKENS + once]
+    # Forward, reference, and the prompts alone, each with the K copies of each query
+    assert positions[RELEASE] == [2 * COMPLETION_TOKENS + 3 * 4 * once]
+
+
+def test_every_position_is_projected_elsewhere(work, tmp_path):
+    """On a device without Triton, TRL projects every position whatever is labelled, so reading the query costs nothing."""
+    positions = by_name(measure_positions(work, SHAPE, tmp_path, compact=False))["projected positions of a step"]
+    assert positions[ERPO] == positions[BASE] == [8 * (8 + 4 - 1)]
+
+
+def test_compute_and_memory_of_a_step(work, tmp_path):
+    """Counted: ERPO computes what GRPO does where every position is projected, and a fifth less than the release's scheme."""
+    found = measure_step(work, SHAPE, "64", 1, tmp_path, compact=False)
+    compute, memory = by_name(found)["step compute"], by_name(found)["step peak memory"]
+    assert compute[ERPO] == compute[BASE]
+    assert compute[ERPO][0] <= 0.8 * compute[RELEASE][0]
+    assert memory[ERPO][0] <= 1.03 * memory[BASE][0]
+    weights = sum(p.numel() for p in work.model().parameters()) * 4
+    assert memory[REFERENCE_MODEL][0] - memory[BASE][0] == pytest.approx(weights, rel=0.05)
+
+
+# --------------------------------------------------------------------------------------------- counts of the scoring pass
+def test_padding_of_the_scoring_pass():
+    """Prompts of mixed lengths: no batch passes its budget or 256 tokens of padding, and 19 of 20 tokens are real."""
+    lengths = mixed_lengths(2048, 512, seed=0)
+    batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], 16_384)
+    sizes = [[len(row) for row in batch] for batch in batches]
+    padded = [len(batch) * max(batch) for batch in sizes]
+    assert sorted(sum(sizes, [])) == sorted(lengths.tolist())
+    assert max(padded) <= 16_384
+    assert max(total - sum(batch) for total, batch in zip(padded, sizes)) <= 256
+    assert sum(lengths) / sum(padded) > 0.95
+
+
+def test_bytes_of_the_table(tmp_path):
+    """A row of the table is its key, its log-probs and an offset: 12 bytes and 4 a scored token, whatever else a file has."""
+    prompts = [f"{i:06d}" + "x" * 58 for i in range(2000)]
+    mapper = DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), make_config(tmp_path))
+    mapper(prompts_dataset(prompts))
+    [part] = (tmp_path / "reference").glob("*/part-*.arrow")
+    per_row = part.stat().st_size / 2000
+    assert 12 + 4 * 63 <= per_row <= 12 + 4 * 63 + 2
+
+
+def test_memory_of_a_mapping_does_not_follow_the_log_probs(tmp_path):
+    """What a mapping of a data set on disk holds in Python and numpy, and in Arrow: per row its ids and places, no log-probs.
+
+    The table is warm, so that what is counted is looking up and attaching.
+    """
+    length = 96
+    peaks = {}
+    for rows in (2000, 8000):
+        data = prompts_dataset([f"{i:06d}" + "x" * (length - 6) for i in range(rows)])
+        data.save_to_disk(tmp_path / f"data-{rows}")
+        data = type(data).load_from_disk(str(tmp_path / f"data-{rows}"))
+        config = make_config(tmp_path, reference_cache_dir=str(tmp_path / "reference"))
+        mapper = DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), config)
+        table_rows = [list(range(length - 1))] * rows
+        keys = mapper.all_ids(data).keys()
+        table = ReferenceTable(mapper.cache_dir / mapper.present_reference().fingerprint)
+        table.add(keys.tolist(), [np.asarray(row, dtype=np.float32) for row in table_rows])
+        del table, table_rows, keys
+        gc.collect()
+        tracemalloc.start()
+        arrow = pa.total_allocated_bytes()
+        mapped = mapper(data)
+        peaks[rows] = tracemalloc.get_traced_memory()[1] + max(0, pa.total_allocated_bytes() - arrow)
+        tracemalloc.stop()
+        assert mapper.report.reused == rows and len(mapped["ref_query_logps"][rows - 1]) == length - 1
+    per_row = (peaks[8000] - peaks[2000]) / 6000
+    ids = 4 * length
+    assert per_row < ids + 300, f"{per_row:.0f} bytes a row"
+
+
+# ------------------------------------------------------------------------------------------------------- instruments
+def test_flops_are_counted():
+    """Against 2·m·n·k of a product, forward and the two of its backward, and of the product in place of TRL's head."""
+    a, b = torch.randn(3, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    found: list[int] = []
+    with counted_flops(found):
+        (a @ b).sum().backward()
+        torch.zeros(3, 7).addmm_(a.detach(), b.detach())
+    assert found == [4 * 2 * 3 * 5 * 7]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's allocations")
+def test_peak_bytes():
+    """The most that is alive at once, not the sum of what was allocated."""
+    found: list[int] = []
+    with peak_bytes(found):
+        for _ in range(3):
+            first = torch.zeros(1000, dtype=torch.float32)
+            second = torch.zeros(500, dtype=torch.float32)
+            del first, second
+    assert 6000 <= found[0] < 6600
+
+
+def test_rounds_are_interleaved_and_compared_round_by_round():
+    """The order turns, the warm-up is not kept, and a ratio is the median of the rounds' ratios."""
+    order: list[str] = []
+    values = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    assert "".join(order) == "baabba" and [len(x) for x in values.values()] == [2, 2]
+    # A machine that slows down fourfold: the medians' ratio would be 2.2
+    found = Comparison("x", "s", {"a": [1.0, 2.0, 4.0], "b": [2.0, 4.4, 8.0]})
+    assert found.ratio("b") == pytest.approx((2.0, 2.0, 2.1))
+    assert exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- command
+def test_smoke_run(tmp_path, capsys):
+    """The command measures, prints a table and keeps it with machine, date and versions."""
+    parts = ["positions", "step", "scoring", "startup", "evaluation"]
+    output = tmp_path / "bench"
+    assert cli.main(["bench", "--smoke", "--repetitions", "1", "--output", str(output), "--parts", *parts]) == 0
+    said = capsys.readouterr().out
+    result = json.loads((output / "bench.json").read_text())
+    assert result["versions"]["trl"] and result["date"] and result["device"]
+    names = [comparison["name"] for comparison in result["comparisons"]]
+    for start in ("forwards", "step time", "step peak memory", "scoring", "second mapping", "start of", "evaluation"):
+        assert any(name.startswith(start) for name in names), start
+    table = (output / "table.md").read_text()
+    assert "Smoke run: the numbers mean nothing." in table
+    for line in table.splitlines()[4:]:
+        assert line in said
+
+
+@pytest.mark.distributed
+def test_scaling_smoke_run(tmp_path):
+    """Step time against K, prompt and processes, the last in launches of its own."""
+    output = tmp_path / "bench"
+    argv = ["bench", "--smoke", "--repetitions", "1", "--output", str(output), "--parts", "scaling"]
+    assert cli.main(argv) == 0
+    last = json.loads((output / "bench.json").read_text())["comparisons"][-1]
+    assert list(last["sides"]) == [
+        f"{side}, {ranks}" for ranks in ("1 process", "2 processes") for side in (BASE, ERPO)
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--parts", "stepp"], "parts must be of 'positions', 'step'"),
+        (
+            ["--shapes", "64x64"],
+            "shapes must be PROMPTxCOMPLETIONxK with K of at least 2, as in 64x256x8, found '64x64'",
+        ),
+        (["--shapes", "64x64x1"], "found '64x64x1'"),
+        (["--full", "--smoke"], "full and smoke exclude each other"),
+        (["--repetitions", "0"], "repetitions must be at least 1, found 0"),
+        (["--model", "x", "--vocabularies", "64"], "vocabularies are for the model built in code"),
+    ],
+)
+def test_bad_options_are_named(argv, message, capsys):
+    assert cli.main(["bench", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_are_read():
+    assert BenchConfig(shapes=["64x256x8"]).resolve(gpu=False).steps == ((64, 256, 8),)
