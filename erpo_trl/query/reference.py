@@ -25,7 +25,6 @@ from transformers.utils import logging
 from trl.data_utils import is_conversational
 
 from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
-from .fields import GenerationFields
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
@@ -316,7 +315,7 @@ class DatasetMapper:
 
     def prompt_limit(self) -> tuple[int | None, str]:
         """Longest prompt in tokens that leaves room to answer, None for no limit, and where the limit comes from."""
-        if not isinstance(self.config, GenerationFields):
+        if not hasattr(self.config, "max_prompt_length"):
             return None, ""  # the completions are there, and the trainer has limited their length with the prompt's
         if self.config.max_prompt_length is not None:
             return self.config.max_prompt_length, "max_prompt_length"
