@@ -11,6 +11,7 @@ COMMANDS = {
     "score": ("score", "main", "make the reference table of a recipe, without training"),
     "eval": ("evaluation.run", "main", "evaluate a model at many temperatures: Avg@k, Pass@k, Pass@1"),
     "compare": ("evaluation.compare", "main", "compare evaluations, with paired bootstrap and the paper's tables"),
+    "report": ("report.command", "main", "compare training runs: drift, entropy, weights, evaluations, collapse"),
     "demo": ("demo.run", "main", "train the embedded model with ERPO and with GRPO, and compare them"),
 }
 

@@ -88,6 +88,10 @@ class QueryFields:
             Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
             model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
             with absolute positions, which cannot run past their table).
+        query_log_steps (`int`, *optional*, defaults to `50`):
+            Every so many optimizer steps, and at the end, write the queries of the steps since to `output_dir/queries` (drift,
+            weight, NLL of the query and of its responses; read by `erpo-trl report`), and send their histograms and the run's
+            curves to the trackers in `report_to`. 0: neither.
         save_steps (`int`, *optional*):
             As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
             rounded up to one.
@@ -153,6 +157,13 @@ class QueryFields:
             "help": "Longest prompt in tokens; longer rows are left out and counted. Default: the model's context."
         },
     )
+    query_log_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Optimizer steps between writing the queries seen to output_dir/queries and sending histograms and "
+            "plots to report_to; 0: never."
+        },
+    )
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
@@ -199,6 +210,12 @@ class QueryFields:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of {unit} >= 1, found {value!r}.")
+        if (
+            not isinstance(self.query_log_steps, int)
+            or isinstance(self.query_log_steps, bool)
+            or self.query_log_steps < 0
+        ):
+            raise ValueError(f"query_log_steps must be a whole number of steps >= 0, found {self.query_log_steps!r}.")
         if not 0 <= _number("reference_nll_decay", self.reference_nll_decay) < 1:
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         if not isinstance(self.query_kl_length_normalize, bool):

@@ -47,6 +47,10 @@ class QueryReader:
         self.mask = scored_token_mask(prompt_mask) & rows.unsqueeze(1)  # (B, P-1)
         self.targets = prompt_ids[:, 1:]
         self.logps: Tensor | None = None  # (B, P-1) nats, with gradient; meaningful where `mask`
+        self.response_nll: Tensor | None = (
+            None  # (B,) nats, without gradient, over the response tokens that TRL labelled
+        )
+        self.response_tokens: Tensor | None = None  # (B,) how many
 
     def __call__(self, *args, labels: Tensor, **kwargs):
         if self.logps is not None:
@@ -58,6 +62,10 @@ class QueryReader:
         # Counted from the right: prompt-learning adapters put virtual tokens before the prompt
         start = outputs.log_probs.shape[1] - (labels.shape[1] - 1)
         self.logps = outputs.log_probs[:, start : start + width]
+        labelled = labels[:, width + 1 :] != -100
+        response = outputs.log_probs[:, start + width :].detach().float()
+        self.response_nll = -torch.where(labelled, response, 0.0).sum(-1)
+        self.response_tokens = labelled.sum(-1)
         return outputs
 
     def __getattr__(self, name: str):

@@ -16,12 +16,13 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers.utils import logging
 
+from ..report.query_log import QueryLog
 from .arrival import ArrivingReference, RunningMean, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
 from .divergence import query_kl
 from .fingerprint import base_model, query_key, row_fingerprint
 from .likelihood import QueryReader, has_absolute_positions, pass_position_ids, scored_token_mask
-from .metrics import QueryMetrics
+from .metrics import QueryMetrics, StepQueries
 from .owners import settle_owners
 from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
 from .resume import ResumeMixin
@@ -72,11 +73,19 @@ class QueryRegularizerMixin(ResumeMixin):
         self._step_batches: list = []  # raw generation batches of the optimizer step at hand
         self._step_queue: deque = deque()  # its settled micro-batches
         self._query_metrics = {"train": QueryMetrics(), "eval": QueryMetrics()}
+        if self.args.query_log_steps:
+            # Before the trackers' own callbacks: it opens the W&B run in its group
+            self.callback_handler.callbacks.insert(0, QueryLog(self, self.args.query_log_steps))
 
     @property
     def query_alpha(self) -> float:
         """α, the coefficient of the Query-KL penalty."""
         return self.args.query_kl_coef
+
+    @property
+    def latest_queries(self) -> StepQueries | None:
+        """The queries of the optimizer step made last, over all ranks."""
+        return self._query_metrics["train"].latest
 
     # ---- construction
 
@@ -365,7 +374,10 @@ class QueryRegularizerMixin(ResumeMixin):
         metrics = self._query_metrics[mode]
         nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
         ref_nll = -torch.where(reader.mask, inputs["ref_query_logps"], 0.0).sum(-1)
-        columns = (inputs["query_owner"], divergence, nll, nll - ref_nll, inputs["query_weight"])
+        columns = (
+            *(inputs["query_owner"], divergence, nll, nll - ref_nll, inputs["query_weight"]),
+            *(reader.mask.sum(-1), reader.response_nll, reader.response_tokens),
+        )
         metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
         if len(metrics.pending) == metrics.micro_batches:
             rows = self.accelerator.pad_across_processes(torch.cat(metrics.pending), dim=0)

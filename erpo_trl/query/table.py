@@ -77,6 +77,10 @@ class ReferenceTable:
         part, row = self._places[at[0]]
         return self._parts[part][int(row)].values.to_numpy()
 
+    def all_nlls(self) -> np.ndarray:
+        """(N,) float64 NLL of every query in the table, nats, in no order."""
+        return np.array([-self[key].sum(dtype=np.float64) for key in self._keys])
+
     def add(self, keys: Sequence[int], logps: Sequence[np.ndarray]) -> None:
         """Write one part, atomically, and index it."""
         self._make_folder()
