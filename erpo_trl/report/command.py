@@ -177,8 +177,9 @@ def build(runs: Sequence[Run], notes: list[str]) -> tuple[list[Section], dict, d
         if plot.data is not None:
             figure = plot.draw(plot.data)
             png, svg = io.BytesIO(), io.BytesIO()
-            figure.savefig(png, dpi=150, format="png")
-            figure.savefig(svg, dpi=150, format="svg")
+            # Tight: a layout that shares a colour bar lets long labels stand out of the figure
+            figure.savefig(png, dpi=150, format="png", bbox_inches="tight")
+            figure.savefig(svg, dpi=150, format="svg", bbox_inches="tight")
             section.blocks = [Picture(plot.name, png.getvalue(), plot.caption)]
             pictures[f"{plot.name}.png"], pictures[f"{plot.name}.svg"] = png.getvalue(), svg.getvalue()
         sections.append(section)

@@ -69,9 +69,9 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, list[floa
 def panel(groups: Groups, title: str, unit: str, series: Callable[[Run], tuple], missing: list[str]) -> dict:
     """A panel of lines over optimizer steps, one per group; groups without it are named in `missing`."""
     lines = {label: band([series(run) for run in runs]) for label, runs in groups.items()}
-    without = [label for label, line in lines.items() if line is None]
+    without = [run.name for runs in groups.values() for run in runs if not len(series(run)[0])]
     if without:
-        missing.append(f"{title}: not in the log of {', '.join(without)}.")
+        missing.append(f"{title}: nothing known of {', '.join(without)}.")
     # The place in the list of groups decides the colour, whatever is missing
     return {
         "title": title,
@@ -105,6 +105,7 @@ def _draw_panel(axis, data: dict, legend: bool = True) -> None:
             height = np.interp(step, line["x"], line["y"])
             axis.plot(step, height, "x", markersize=9, markeredgewidth=2.2, color=style["color"])
     axis.set(title=data["title"], xlabel="optimizer step", ylabel=data["unit"])
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.margins(x=0.02)
     axis.grid(alpha=0.3)
     if legend:
@@ -255,10 +256,12 @@ def grid_plot(groups: Groups) -> Plot:
                 own.setdefault((a.step, a.temperature), []).append(a.value)
             for cell, values in own.items():
                 cells.setdefault(cell, []).append(float(np.mean(values)))
-        if not cells:
+        without = [run.name for run in runs if not run.accuracies]
+        if without:
             missing.append(
-                f"No evaluations of {label}: run erpo-trl eval on its checkpoints, or train with EvaluationCallback."
+                f"No evaluations of {', '.join(without)}: run erpo-trl eval on its checkpoints, or train with EvaluationCallback."
             )
+        if not cells:
             continue
         steps, temperatures = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
         values = [[float(np.mean(cells[s, t])) if (s, t) in cells else None for t in temperatures] for s in steps]

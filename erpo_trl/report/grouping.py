@@ -31,7 +31,7 @@ def group_key(state: Mapping) -> str | None:
     if not state.get("args"):
         return None
     decisive = [state["fingerprint"], state["adapter"], state["data_fingerprint"], training_settings(state["args"])]
-    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True, default=str))[:8]
+    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True, default=str).encode())[:8]
 
 
 def group_name(state: Mapping, model: str) -> str:
