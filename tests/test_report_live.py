@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import sqlite3
+import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,16 +247,31 @@ def test_wandb_offline_asks_nothing_and_keeps_group_config_and_plots(tmp_path, m
     )
 
 
+def records(path):
+    """The records of a W&B file: seven bytes of head, then LevelDB's log format of 32 KiB blocks, chunks of which carry seven
+    bytes of checksum, length and kind (1 whole, 2 first, 3 middle, 4 last)."""
+    data, at, parts = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # padding
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
 def offline_run(folder):
     """Run record, config and history rows of the one offline W&B run below a folder, read from its own file."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     [path] = folder.glob("wandb/offline-run-*/*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     run, config, history = None, {}, []
-    while (data := store.scan_data()) is not None:
+    for data in records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
@@ -262,25 +280,35 @@ def offline_run(folder):
         items = {"run": record.run.config.update, "config": record.config.update}.get(kind, ())
         config |= {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
         if kind == "history":
-            rows = [(item.key or "/".join(item.nested_key), item.value_json) for item in record.history.item]
-            history.append({key: json.loads(value) for key, value in rows})
+            history.append({})
+            for item in record.history.item:
+                *outer, last = item.nested_key or [item.key]
+                target = history[-1]
+                for key in outer:
+                    target = target.setdefault(key, {})
+                target[last] = json.loads(item.value_json)
     return run, config, history
 
 
 def test_trackio_gets_histograms_and_images(tmp_path, monkeypatch):
-    trackio = pytest.importorskip("trackio")
+    """A local project, read back from its own database."""
+    pytest.importorskip("trackio")
     pytest.importorskip("matplotlib")
-    sent = []
-    monkeypatch.setattr("trackio.init", lambda **kwargs: None)
-    monkeypatch.setattr("trackio.config", {}, raising=False)
-    monkeypatch.setattr("trackio.finish", lambda: None)
-    monkeypatch.setattr("trackio.log", sent.append)
-    monkeypatch.setattr("transformers.integrations.TrackioCallback.setup", lambda self, *args, **kwargs: None)
-    short_run(tmp_path, report_to="trackio")
-    rows = [row for row in sent if "query/weight_histogram" in row]
-    assert [row["train/global_step"] for row in rows] == [2, 3]
-    assert isinstance(rows[0]["query/kl_histogram"], trackio.Histogram)
-    assert isinstance(rows[0]["plots/queries"], trackio.Image)
+    # Read from the environment when it is imported, which TRL has done by now
+    places = {"TRACKIO_DIR": tmp_path / "trackio", "MEDIA_DIR": tmp_path / "trackio" / "media"}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio":
+            for constant in places.keys() & vars(module).keys():
+                monkeypatch.setattr(module, constant, places[constant])
+    trainer = short_run(tmp_path, report_to="trackio", project="erpo")
+    database = sqlite3.connect(tmp_path / "trackio" / "erpo.db")
+    rows = [json.loads(row) for (row,) in database.execute("select metrics from metrics order by id")]
+    shown = [row for row in rows if "query/weight_histogram" in row]
+    assert [row["train/global_step"] for row in shown] == [2, 3]
+    kept = read_queries(Path(trainer.args.output_dir))
+    assert sum(shown[0]["query/kl_histogram"]["values"]) == (kept["step"] <= 2).sum()
+    image = tmp_path / "trackio" / "media" / shown[1]["plots/queries"]["file_path"]
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 # ---------------------------------------------------------------------------------------------------------------- collapse
