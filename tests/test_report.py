@@ -21,6 +21,18 @@ SERIES = {"entropy": lambda s: 0.5 + s / 100, "reward": lambda s: s / 100, "quer
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.fixture(autouse=True)
+def quick(request, monkeypatch):
+    """Drawing takes seconds a report; what is not about pictures goes without."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(command, "rendered", lambda plot: (PNG, b"<svg/>"))
+
+
+@pytest.fixture
+def drawn():
+    """The test's plots are drawn."""
+
+
 def two_seeds(tmp_path):
     """Two ERPO seeds, whose drift is 0.001 and 0.003 a step, and one run without a penalty, 0.01 a step."""
     erpo = [write_run(tmp_path / f"erpo-seed{s}", line_log(rise=0.001 + 0.002 * s, **SERIES), seed=s) for s in (0, 1)]
@@ -266,9 +278,11 @@ class Outside(html.parser.HTMLParser):
                 (self.images if (value or "").startswith("data:image/png;base64,") else self.references).append(value)
 
 
-def test_html_needs_nothing_else(tmp_path):
+def test_html_needs_nothing_else(tmp_path, drawn):
     runs = two_seeds(tmp_path)
-    evil = write_run(tmp_path / "<script src=x>&|", line_log(**SERIES))
+    kept = {40: queries([1, 2, 3, 4], [2, 4, 6, 9], weight=[0.0, 1.0, 1.0, 2.0])}
+    evil = write_run(tmp_path / "_$\\x{<script src=x>&|", line_log(**SERIES), queries=kept)
+    write_evaluation(evil / "eval", evil, {"a": {"0.1": 0.4, "1": 0.4}})
     make_report([*runs, evil], tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
     found = Outside()

@@ -175,19 +175,25 @@ def build(runs: Sequence[Run], notes: list[str]) -> tuple[list[Section], dict, d
         data["plots"][plot.name] = plot.data
         section = Section(plot.title, missing=plot.missing)
         if plot.data is not None:
-            figure = plot.draw(plot.data)
-            png, svg = io.BytesIO(), io.BytesIO()
-            # Tight: a layout that shares a colour bar lets long labels stand out of the figure
-            figure.savefig(png, dpi=150, format="png", bbox_inches="tight")
-            figure.savefig(svg, dpi=150, format="svg", bbox_inches="tight")
-            section.blocks = [Picture(plot.name, png.getvalue(), plot.caption)]
-            pictures[f"{plot.name}.png"], pictures[f"{plot.name}.svg"] = png.getvalue(), svg.getvalue()
+            png, svg = rendered(plot)
+            section.blocks = [Picture(plot.name, png, plot.caption)]
+            pictures[f"{plot.name}.png"], pictures[f"{plot.name}.svg"] = png, svg
         sections.append(section)
     numbers, data["numbers"] = numbers_section(labelled)
     gap, data["gaps"] = gap_section(labelled)
     lag, data["cross_lag"] = cross_lag_section(labelled)
     collapse, data["collapses"] = collapse_section(labelled)
     return [runs_section(labelled, notes), numbers, *sections, gap, lag, collapse], data, pictures
+
+
+def rendered(plot) -> tuple[bytes, bytes]:
+    """A plot that has data as PNG and as SVG."""
+    figure = plot.draw(plot.data)
+    png, svg = io.BytesIO(), io.BytesIO()
+    for buffer, kind in ((png, "png"), (svg, "svg")):
+        # Tight: a layout that shares a colour bar lets long labels stand out of the figure
+        figure.savefig(buffer, dpi=150, format=kind, bbox_inches="tight")
+    return png.getvalue(), svg.getvalue()
 
 
 def write_report(output: Path, sections: Sequence[Section], data: dict, pictures: dict[str, bytes]) -> None:

@@ -46,6 +46,12 @@ class Plot:
     draw: Callable[[Any], Figure]
 
 
+def shown(label: str) -> str:
+    """A label as matplotlib shows it as it is: a dollar is no formula, and an underscore at its beginning does not hide it."""
+    label = label.replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
 # ------------------------------------------------------------------------------------------------------------------- lines
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, list[float]] | None:
     """Mean of several series, and the lowest and highest of them.
@@ -98,7 +104,7 @@ def _draw_panel(axis, data: dict, legend: bool = True) -> None:
         index = line["colour"]
         style = _style(index)
         few = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4} if len(line["x"]) < 15 else {}
-        axis.plot(line["x"], line["y"], label=line["label"], linewidth=1.6, **style, **few)
+        axis.plot(line["x"], line["y"], label=shown(line["label"]), linewidth=1.6, **style, **few)
         if line["low"] != line["high"]:
             axis.fill_between(line["x"], line["low"], line["high"], color=style["color"], alpha=0.2, linewidth=0)
         for step in line.get("marked", ()):
@@ -110,6 +116,17 @@ def _draw_panel(axis, data: dict, legend: bool = True) -> None:
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(fontsize=8)
+
+
+def _tiles(count: int, columns: int, width: float, height: float, **shared) -> tuple[Figure, list]:
+    """A figure and its axes, so many to a row; width and height are an axis's, in inches."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns + 0.7, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
 
 
 def _style(index: int) -> dict:
@@ -235,7 +252,9 @@ def draw_weights(data: dict) -> Figure:
     figure = Figure(figsize=(4.6 * (1 + len(lines)), 3.5), layout="constrained")
     axis, *others = figure.subplots(1, 1 + len(lines), squeeze=False)[0]
     for entry in data["histograms"]:
-        axis.stairs(entry["share"], data["edges"], label=entry["label"], linewidth=1.6, **_style(entry["colour"]))
+        axis.stairs(
+            entry["share"], data["edges"], label=shown(entry["label"]), linewidth=1.6, **_style(entry["colour"])
+        )
     axis.set(title="Weights", xlabel="weight w(q)", ylabel="share of the queries")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -277,8 +296,7 @@ def draw_grid(data: dict) -> Figure:
     maps = data["maps"]
     rows, columns = max(len(m["steps"]) for m in maps), max(len(m["temperatures"]) for m in maps)
     width, height = max(3.0, 0.42 * columns + 1.2), max(2.6, 0.3 * rows + 1.2)
-    figure = Figure(figsize=(width * len(maps) + 0.9, height), layout="constrained")
-    axes = figure.subplots(1, len(maps), squeeze=False)[0]
+    figure, axes = _tiles(len(maps), 2, width, height)
     everything = [v for m in maps for row in m["values"] for v in row if v is not None]
     low, high = 100 * min(everything), 100 * max(everything)
     if low == high:
@@ -288,7 +306,7 @@ def draw_grid(data: dict) -> Figure:
         image = axis.imshow(values, cmap="cividis", vmin=low, vmax=high, aspect="auto", origin="lower")
         axis.set_xticks(range(len(entry["temperatures"])), [f"{t:g}" for t in entry["temperatures"]], fontsize=8)
         axis.set_yticks(range(len(entry["steps"])), [str(step) for step in entry["steps"]], fontsize=8)
-        axis.set(title=entry["label"], xlabel="sampling temperature", ylabel="checkpoint (step)")
+        axis.set(title=shown(entry["label"]), xlabel="sampling temperature", ylabel="checkpoint (step)")
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 colour = "black" if value > (low + high) / 2 else "white"
@@ -310,17 +328,17 @@ def nll_plot(groups: Groups) -> Plot:
             missing.append(f"Prompt-NLL against response-NLL: {label} kept no queries with responses.")
             continue
         found = nll_correlation(prompt, response, tokens, response_tokens)
-        shown = np.arange(len(prompt))
-        if len(shown) > SHOWN_POINTS:
-            shown = np.sort(np.random.default_rng(0).choice(shown, SHOWN_POINTS, replace=False))
+        chosen = np.arange(len(prompt))
+        if len(chosen) > SHOWN_POINTS:
+            chosen = np.sort(np.random.default_rng(0).choice(chosen, SHOWN_POINTS, replace=False))
         panels.append(
             {
                 "label": label,
                 "colour": index,
                 "points": found.points,
                 **{n: _finite(getattr(found, n)) for n in ("pearson", "spearman", "partial")},
-                "x": prompt[shown].tolist(),
-                "y": response[shown].tolist(),
+                "x": prompt[chosen].tolist(),
+                "y": response[chosen].tolist(),
             }
         )
     caption = (
@@ -340,8 +358,7 @@ def _finite(value: float) -> float | None:
 def draw_nll(data: dict) -> Figure:
     """A scatter per group on shared axes."""
     panels = data["panels"]
-    figure = Figure(figsize=(3.9 * len(panels) + 0.4, 3.7), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
+    figure, axes = _tiles(len(panels), 3, 3.9, 3.7, sharex=True, sharey=True)
     for axis, entry in zip(axes, panels):
         colour = COLOURS[entry["colour"] % len(COLOURS)]
         # As pixels even in an SVG, which thousands of marks would make slow
@@ -350,10 +367,9 @@ def draw_nll(data: dict) -> Figure:
         numbers = ", ".join(
             f"{symbol} = " + ("–" if entry[name] is None else f"{entry[name]:.2f}") for symbol, name in symbols.items()
         )
-        axis.set_title(f"{entry['label']}\n{numbers}, n = {entry['points']:,}", fontsize=9)
-        axis.set_xlabel("prompt-NLL (nats)")
+        axis.set_title(f"{shown(entry['label'])}\n{numbers}, n = {entry['points']:,}", fontsize=9)
+        axis.set(xlabel="prompt-NLL (nats)", ylabel="response-NLL (nats)")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("response-NLL (nats)")
     return figure
 
 
@@ -423,7 +439,7 @@ def region_plot(groups: Groups) -> Plot:
         }
     caption = (
         "Weight on the policy gradient A·∇r of a token that the rollout sampled with probability μ and the policy now gives π. "
-        "Blue: against the advantage. "
+        "Blue: against the advantage; colours end at ±2. "
         + "; ".join(f"{title}: {', '.join(labels)}" for title, (_, labels) in columns.items())
         + "."
     )
