@@ -136,6 +136,19 @@ def test_accuracies_of_checkpoints(tmp_path):
     )
 
 
+def test_evaluations_of_a_run_that_was_moved(tmp_path):
+    """Their paths lead nowhere, and are told by their ends; a path that is there is taken at its word."""
+    run = write_run(tmp_path / "run", line_log())
+    for name, model, value in (
+        ("a", "/gone/run/checkpoint-20", 0.2),
+        ("b", "somewhere/run", 0.4),
+        ("c", "/gone/other/checkpoint-30", 0.3),
+        ("d", tmp_path, 0.9),
+    ):
+        write_evaluation(run / name, model, {"x": {"1": value}})
+    assert [(a.step, a.value) for a in load_run(run).accuracies] == [(20, 0.2), (40, 0.4)]
+
+
 def test_accuracies_as_the_callback_logs_them(tmp_path):
     log = line_log()
     log[1] |= {"eval/aime24/avg@8@T0.6": 0.25, "eval/aime24/avg@8@T1": 0.5, "eval/aime24/pass@8@T1": 0.9}

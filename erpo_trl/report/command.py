@@ -35,7 +35,11 @@ def _over_seeds(values: Sequence[float], digits: int = 4) -> str:
     if not values:
         return "–"
     mean = _number(float(np.mean(values)), digits)
-    return mean if len(values) == 1 else f"{mean} [{_number(min(values), digits)}, {_number(max(values), digits)}]"
+    return (
+        mean
+        if min(values) == max(values)
+        else f"{mean} [{_number(min(values), digits)}, {_number(max(values), digits)}]"
+    )
 
 
 def runs_section(labelled: dict[str, list[Run]], notes: list[str]) -> Section:

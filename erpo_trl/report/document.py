@@ -2,6 +2,7 @@
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -67,19 +68,24 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
         for block in section.blocks:
             if isinstance(block, Picture):
                 data = base64.b64encode(block.png).decode()
-                caption = html.escape(block.caption)
+                caption = _html_text(block.caption)
                 parts.append(
                     f'<figure><img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}">'
                     f"<figcaption>{caption}</figcaption></figure>"
                 )
             elif isinstance(block, str):
-                parts.append(f"<p>{html.escape(block)}</p>")
+                parts.append(f"<p>{_html_text(block)}</p>")
             else:
                 parts.append(_html_table(block))
-        parts += [f'<p class="missing">{html.escape(sentence)}</p>' for sentence in section.missing]
+        parts += [f'<p class="missing">{_html_text(sentence)}</p>' for sentence in section.missing]
         parts.append("</section>")
     parts.append("</body>\n</html>\n")
     return "\n".join(parts)
+
+
+def _html_text(sentence: str) -> str:
+    """Escaped, with what Markdown's backticks enclose as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(sentence))
 
 
 def _html_table(rows: Sequence[Sequence[str]]) -> str:

@@ -183,13 +183,23 @@ def evaluated_model(folder: Path) -> Path:
     return Path(model["adapter"] or model["name"])
 
 
+def lies_in(model: Path, run: Path) -> bool:
+    """Whether an evaluated model is a run's, or a checkpoint of it.
+
+    A path that leads nowhere, as after the run was moved or from another working directory, is told by its last names.
+    """
+    place, root = model.resolve(), run.resolve()
+    if place.exists():
+        return place == root or root in place.parents
+    return model.name == root.name or (checkpoint_step(model) is not None and model.parent.name == root.name)
+
+
 def _evaluation(run: Run, folder: Path, inside: bool) -> list[Accuracy]:
     """Avg@k in an evaluation folder, if it is of this run's weights."""
     if inside and not (folder / "samples.parquet").is_file():
         return []  # some other metrics.json
-    model = evaluated_model(folder).resolve()
-    root = run.path.resolve()
-    if model != root and root not in model.parents:
+    model = evaluated_model(folder)
+    if not lies_in(model, run.path):
         return []
     step = next((s for place in (model, *model.parents) if (s := checkpoint_step(place)) is not None), run.steps)
     metrics = read_json(folder / "metrics.json")
@@ -219,11 +229,10 @@ def load_runs(
         run.name = name
         if names is not None:
             run.group = f"named {name}"
-    roots = [run.path.resolve() for run in runs]
     notes = []
     for folder in map(Path, evaluations):
         model = evaluated_model(folder)
-        if not any(root == model.resolve() or root in model.resolve().parents for root in roots):
+        if not any(lies_in(model, run.path) for run in runs):
             notes.append(f"The evaluation {folder} is left out: its model {model} lies in none of the runs.")
     return runs, notes
 
