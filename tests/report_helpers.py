@@ -48,7 +48,7 @@ def write_run(folder: Path, log, seed=0, checkpoint=None, state=True, table=None
         ReferenceTable(folder / "cache" / "f00d").add(range(len(table)), logps)
     for step, values in (queries or {}).items():
         (folder / "queries").mkdir(exist_ok=True)
-        pq.write_table(as_table(step, values), folder / "queries" / f"queries_{step:05d}.parquet")
+        pq.write_table(as_table(step, values), folder / "queries" / f"queries_{step:05d}-{step:05d}.parquet")
     return folder
 
 

@@ -269,7 +269,7 @@ def test_the_newest_state_is_read(tmp_path):
 def test_a_later_file_of_queries_replaces_the_steps_of_an_earlier(tmp_path):
     run = write_run(tmp_path / "run", line_log(), queries={10: queries([1], [1])})
     write_run(tmp_path / "more", line_log(), queries={10: queries([5], [5])})
-    (tmp_path / "more" / "queries" / "queries_00010.parquet").rename(run / "queries" / "queries_00012.parquet")
+    (tmp_path / "more" / "queries" / "queries_00010-00010.parquet").rename(run / "queries" / "queries_00012.parquet")
     assert read_queries(run)["nll"].tolist() == [5]
     (run / "queries" / "queries_00012.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(ValueError, match=r"queries_00012\.parquet cannot be read"):

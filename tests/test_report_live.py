@@ -1,5 +1,6 @@
 """What a run shows and keeps while it goes on: live line, query files, trackers, collapse."""
 
+import importlib.util
 import io
 import json
 import re
@@ -137,10 +138,10 @@ def test_query_files_hold_nlls_of_prompts_and_responses(tmp_path):
     trainer.train()
     folder = Path(trainer.args.output_dir)
     assert sorted(path.name for path in (folder / "queries").iterdir()) == [
-        "queries_00002.parquet",
-        "queries_00003.parquet",
+        "queries_00001-00002.parquet",
+        "queries_00003-00003.parquet",
     ]
-    assert pq.read_schema(folder / "queries" / "queries_00002.parquet") == SCHEMA
+    assert pq.read_schema(folder / "queries" / "queries_00001-00002.parquet") == SCHEMA
     kept = read_queries(folder)
     final = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     seen = set()
@@ -169,6 +170,22 @@ def test_query_files_hold_nlls_of_prompts_and_responses(tmp_path):
     # The logged means are those of the rows kept
     for step, kl in zip((1, 2, 3), logged(trainer, "query/kl")):
         assert kept["kl"][kept["step"] == step].mean() == pytest.approx(kl, rel=1e-5)
+
+
+def test_a_resumed_run_keeps_what_was_written_before(tmp_path):
+    """Stopped at step 3 with a checkpoint at 2, and resumed: each step once, step 3 as it was made last."""
+    make_trainer(tmp_path, max_steps=3, query_log_steps=5, save_strategy="steps", save_steps=2).train()
+    trainer = make_trainer(tmp_path, max_steps=4, query_log_steps=5)
+    trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
+    folder = Path(trainer.args.output_dir)
+    assert {path.name for path in (folder / "queries").iterdir()} == {
+        "queries_00001-00003.parquet",
+        "queries_00003-00004.parquet",
+    }
+    kept = read_queries(folder)
+    steps, counts = np.unique(kept["step"], return_counts=True)
+    assert steps.tolist() == [1, 2, 3, 4] and len(set(counts)) == 1
+    assert set(read_queries(folder, last=2)["step"]) == {1, 2} and read_queries(folder, last=0) == {}
 
 
 def test_query_log_steps_off_and_refused(tmp_path, config):
@@ -309,6 +326,17 @@ def test_trackio_gets_histograms_and_images(tmp_path, monkeypatch):
     assert sum(shown[0]["query/kl_histogram"]["values"]) == (kept["step"] <= 2).sum()
     image = tmp_path / "trackio" / "media" / shown[1]["plots/queries"]["file_path"]
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_histograms_still_go(tmp_path, monkeypatch, caplog):
+    sent = []
+    monkeypatch.setattr("erpo_trl.report.query_log.TRACKERS", {"tensorboard": lambda *content: sent.append(content)})
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    pytest.importorskip("tensorboard")
+    short_run(tmp_path, report_to="tensorboard")
+    assert [(step, len(histograms), images) for _, step, histograms, images in sent] == [(2, 3, {}), (3, 3, {})]
+    assert sum("Without matplotlib no plots" in record.message for record in caplog.records) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- collapse

@@ -4,6 +4,7 @@ Scalars reach the trackers (W&B, TensorBoard, trackio) through transformers' own
 queries of every step to `output_dir/queries`, and sends their histograms and the run's curves as images.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -38,8 +39,8 @@ class QueryLog(TrainerCallback):
         trainer: an ERPO trainer; its `latest_queries` are kept.
         every: optimizer steps between two files, and between what is sent to the trackers. What is left is written at the end.
 
-    Files: `output_dir/queries/queries_STEP.parquet`, a row per distinct query and step: `step`, and the fields of
-    [`~erpo_trl.query.metrics.StepQueries`].
+    Files: `output_dir/queries/queries_FIRST-LAST.parquet`, by the steps they hold. A row is a query at a step: `step` and the
+    fields of [`~erpo_trl.query.metrics.StepQueries`].
     """
 
     def __init__(self, trainer, every: int):
@@ -47,7 +48,7 @@ class QueryLog(TrainerCallback):
             raise ValueError(f"every must be at least 1, found {every}")
         self.trainer, self.every = trainer, every
         self._kept: list[pa.Table] = []
-        self._shown_with_plots = True
+        self._warned = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._kept = []
@@ -58,8 +59,8 @@ class QueryLog(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and self.trainer.latest_queries is not None:
             self._kept.append(as_table(state.global_step, self.trainer.latest_queries))
-            if state.global_step % self.every == 0:
-                self._flush(args, state)
+        if self._kept and state.global_step % self.every == 0:
+            self._flush(args, state)
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -69,10 +70,13 @@ class QueryLog(TrainerCallback):
 
     def _flush(self, args, state) -> None:
         table, self._kept = pa.concat_tables(self._kept), []
-        path = Path(args.output_dir) / FOLDER / f"queries_{state.global_step:05d}.parquet"
+        if not len(table):
+            return  # queries of one token only
+        first = table["step"][0].as_py()
+        path = Path(args.output_dir) / FOLDER / f"queries_{first:05d}-{state.global_step:05d}.parquet"
         write_atomically(path, lambda temporary: pq.write_table(table, temporary))
         trackers = [TRACKERS[name] for name in args.report_to if name in TRACKERS]
-        if not trackers or not len(table):
+        if not trackers:
             return
         histograms = {
             "query/weight_histogram": table["weight"].to_numpy(),
@@ -85,13 +89,13 @@ class QueryLog(TrainerCallback):
 
     def _images(self, log_history: Sequence[dict], table: pa.Table) -> dict[str, np.ndarray]:
         """Name -> (H, W, 3) uint8; none without matplotlib."""
-        try:
-            from .figures import live_images
-        except ImportError:
-            if self._shown_with_plots:
+        if importlib.util.find_spec("matplotlib") is None:
+            if not self._warned:
                 logger.warning("Without matplotlib no plots are sent to the trackers: pip install erpo-trl[plot]")
-            self._shown_with_plots = False
+            self._warned = True
             return {}
+        from .figures import live_images
+
         return live_images(log_history, {name: table[name].to_numpy() for name in table.column_names})
 
 
@@ -101,9 +105,10 @@ def as_table(step: int, queries: StepQueries) -> pa.Table:
     return pa.table({"step": np.full(len(queries.key), step), **columns}).cast(SCHEMA)
 
 
-def read_queries(run: Path) -> dict[str, np.ndarray]:
+def read_queries(run: Path, last: int | None = None) -> dict[str, np.ndarray]:
     """Columns of all query files of a run, by step; empty without any.
 
+    Args: run: its output folder; last: step up to which they are read. Later ones are of an earlier run in the same folder.
     Of a step that two files hold, as after a resume, the rows of the later file count.
     Raises: ValueError for a file that cannot be read, with its name.
     """
@@ -119,4 +124,8 @@ def read_queries(run: Path) -> dict[str, np.ndarray]:
     if not tables:
         return {}
     joined = pa.concat_tables(tables).sort_by("step")
+    if last is not None:
+        joined = joined.filter(pa.compute.less_equal(joined["step"], last))
+    if not len(joined):
+        return {}
     return {name: joined[name].to_numpy() for name in joined.column_names}

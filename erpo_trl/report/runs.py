@@ -112,7 +112,7 @@ def load_run(path: str | Path, evaluations: Sequence[str | Path] = ()) -> Run:
     if not log:
         run.notes.append("The log is empty: logging_steps is longer than the run.")
     _read_state(run, [folder, *reversed(folders)])
-    run.queries = read_queries(path)
+    run.queries = read_queries(path, run.steps)
     if not run.queries:
         run.notes.append(
             "No query files: trained with query_log_steps=0, by another trainer, or by an earlier version; response NLLs are not "
