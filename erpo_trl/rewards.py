@@ -16,9 +16,6 @@ Known limits, each of them pinned by a test:
 """
 
 import atexit
-import hashlib
-import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -32,6 +29,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
+
+from .imports import import_function
 
 logger = logging.getLogger(__name__)
 
@@ -320,27 +319,6 @@ def format_reward(completions: list, **kwargs) -> list[float]:
 REWARDS: dict[str, Callable] = {"accuracy": accuracy_reward, "format": format_reward}
 
 
-def _import_module(location: str):
-    """The module at a dotted name, or in a `.py` file."""
-    if not location.endswith(".py"):
-        return importlib.import_module(location)
-    path = Path(location).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    name = f"erpo_trl_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]  # two rewards of one file share its globals
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that what the file defines can be pickled
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def resolve_reward(name_or_path: str | Callable) -> Callable:
     """A reward function by its name in `REWARDS`, or by where it is.
 
@@ -352,17 +330,4 @@ def resolve_reward(name_or_path: str | Callable) -> Callable:
         return name_or_path
     if name_or_path in REWARDS:
         return REWARDS[name_or_path]
-    separator = ":" if ":" in name_or_path else "."
-    location, _, attribute = name_or_path.rpartition(separator)
-    known = f"Known rewards: {', '.join(sorted(REWARDS))}; or give package.module:function or path/to/file.py:function"
-    if not location or not attribute or name_or_path.endswith(".py"):
-        raise ValueError(f"reward {name_or_path!r} is neither a known name nor names a function. {known}")
-    try:
-        module = _import_module(location)
-    except (ImportError, FileNotFoundError) as error:
-        raise ValueError(f"reward {name_or_path!r}: cannot import {location!r} ({error}). {known}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        problem = "has no" if function is None else f"holds a {type(function).__name__}, not a function, as"
-        raise ValueError(f"reward {name_or_path!r}: {location!r} {problem} {attribute!r}. {known}")
-    return function
+    return import_function(name_or_path, "reward", REWARDS)

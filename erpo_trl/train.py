@@ -11,10 +11,11 @@ from packaging.version import Version
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .cli import InputError
-from .config import ERPOConfig, ERPORLOOConfig, QueryFields
+from .config import ERPOConfig, ERPORLOOConfig
 from .data import resolve_dataset
 from .demo import MODEL_DIR
 from .options import first_option, parse_options
+from .query.fields import QueryFields
 from .report.live import show_live_line
 from .rewards import resolve_reward
 from .trainer import ERPORLOOTrainer, ERPOTrainer

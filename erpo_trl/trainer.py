@@ -4,8 +4,9 @@ import textwrap
 
 from trl import GRPOTrainer, RLOOTrainer
 
-from .config import ERPOConfig, ERPORLOOConfig, QueryFields
+from .config import ERPOConfig, ERPORLOOConfig
 from .policy.mixin import TrustRegionMixin
+from .query.fields import QueryFields
 from .query.regularizer import QueryRegularizerMixin
 
 ERPO_PAPER = {

@@ -11,7 +11,9 @@ from erpo_trl.query.table import ReferenceTable
 from erpo_trl.report.query_log import as_table
 
 ARGS = {
-    "query_kl_coef": 0.01, "query_weight": "nll_ratio", "query_weight_clip": [0.0, 2.0], "beta": 0.0, "seed": 0,
+    "query_kl_coef": 0.01, "query_weight": "nll_ratio", "query_weight_clip": [0.0, 2.0], "query_weight_floor": 0.0,
+    "query_weight_normalize": False, "query_weight_beta": 1.0, "query_weight_source": "reference", "query_span": "prompt",
+    "beta": 0.0, "seed": 0,
     "output_dir": "somewhere", "learning_rate": 1e-6, "trust_region": "ratio_clip", "epsilon": 0.2, "epsilon_high": None,
     "trust_region_delta": None, "trust_region_delta_low": None, "trust_region_delta_high": None,
     "trust_region_ratio_cap": 20.0, "spo_epsilon": 0.2, "trust_region_coef": None,

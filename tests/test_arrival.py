@@ -17,7 +17,7 @@ from helpers import (
     tiny_model,
 )
 
-from erpo_trl.query.arrival import RunningMean, sample_prompts
+from erpo_trl.query.arrival import RunningMeans, sample_prompts
 
 ROWS = UNEQUAL[:6]
 SETTINGS = {
@@ -63,7 +63,7 @@ def test_stream_is_the_mapped_run(tmp_path, kind):
     mapped = run(tmp_path / "mapped", prompts_dataset(ROWS), model)
     assert_same_run(streamed, mapped)
     assert logged(streamed, "query/kl")[-1] > 1e-5
-    assert (streamed._arrival._frozen is None) == (kind == "fresh_lora")
+    assert (streamed._arrival.reference._frozen is None) == (kind == "fresh_lora")
 
 
 def test_a_sample_stands_for_a_large_set(tmp_path):
@@ -81,10 +81,13 @@ def test_a_sample_stands_for_a_large_set(tmp_path):
 
 def test_running_mean():
     """The mean of the first batches, and from 1/(1 - decay) on an exponential moving average."""
-    mean = RunningMean(0.75)
-    assert [mean.update(x) for x in (4.0, 8.0, 3.0, 9.0)] == [4.0, 6.0, 5.0, 6.0]
-    assert mean.update(2.0) == 0.75 * 6 + 0.25 * 2
-    assert RunningMean(1.0, 5.0).update(0.0) == 5.0
+    means, seen = RunningMeans(0.75), []
+    for value in (4.0, 8.0, 3.0, 9.0):
+        means.update(value, value / 2)
+        seen.append(means.nll)
+    assert seen == [4.0, 6.0, 5.0, 6.0]
+    means.update(2.0, 1.0)
+    assert (means.nll, means.token_nll) == (0.75 * 6 + 0.25 * 2, 0.5 * (0.75 * 6 + 0.25 * 2))
 
 
 def test_stream_mean_runs_along(tmp_path):

@@ -42,8 +42,9 @@ from peft import PromptTuningConfig
 from transformers.utils import logging as transformers_logging
 
 from erpo_trl import DatasetMapper
+from erpo_trl.query.weights import of_means
 
-COLUMNS = ["ref_query_logps", "ref_query_nll", "query_weight", "query_fingerprint"]
+COLUMNS = ["ref_query_logps", "query_span", "ref_query_nll", "query_weight", "query_fingerprint"]
 
 
 @pytest.fixture
@@ -51,9 +52,10 @@ def mapped(config):
     """`mapped(model, dataset)` -> (data set with columns, report, forwards)."""
 
     def run(model, dataset=None, tokenizer=None, mean_nll=None, **fields):
+        population = None if mean_nll is None else of_means(mean_nll, mean_nll)
         mapper = DatasetMapper(model, tokenizer or byte_tokenizer(), config(**fields))
         with count_forwards(model) as counter:
-            data = mapper(prompts_dataset() if dataset is None else dataset, mean_nll=mean_nll)
+            data = mapper(prompts_dataset() if dataset is None else dataset, population=population)
         assert mapper.report.forwards == counter.calls
         return data, mapper.report, counter.calls
 

@@ -162,11 +162,11 @@ def test_kept_queries_against_plain_loops():
 
     keys = np.array([[7, 7, 8], [7, 8, 9]])
     scored = np.array([[1, 1, 1], [1, 1, 0]])
-    #        owner  kl  nll  drift weight tokens response-NLL, -tokens
+    #        owner  kl  nll  drift penalty weight tokens response-NLL, -tokens
     rows = np.array(
         [
-            [[1, 0.1, 3.0, 0.5, 1.5, 4, 10.0, 5], [0, 0.0, 0.0, 0.0, 1.5, 0, 20.0, 7], [1, 0.2, 6.0, 0.6, 0.75, 9, 8.0, 2]],
-            [[0, 0.0, 0.0, 0.0, 1.5, 0, 30.0, 9], [0, 0.0, 0.0, 0.0, 0.75, 0, 0.0, 0], [0, 0.0, 0.0, 0.0, 1.0, 0, 3.0, 3]],
+            [[1, 0.1, 3.0, 0.5, 0, 1.5, 4, 10.0, 5], [0, 0.0, 0.0, 0.0, 0, 1.5, 0, 20.0, 7], [1, 0.2, 6.0, 0.6, 0, 0.75, 9, 8.0, 2]],
+            [[0, 0.0, 0.0, 0.0, 0, 1.5, 0, 30.0, 9], [0, 0.0, 0.0, 0.0, 0, 0.75, 0, 0.0, 0], [0, 0.0, 0.0, 0.0, 0, 1.0, 0, 3.0, 3]],
         ]
     )  # fmt: skip
     metrics = QueryMetrics()
@@ -178,7 +178,7 @@ def test_kept_queries_against_plain_loops():
     assert found.response_nll.tolist() == [20.0, 8.0] and found.response_tokens.tolist() == [7.0, 2.0]
     assert metrics.summarize()["weight_mean"] == pytest.approx(float(torch.tensor([1.5, 0.75, 1.0]).mean()))
     # A query none of whose responses counts
-    rows[0, 2, 7] = 0
+    rows[0, 2, 8] = 0
     metrics.open(keys, scored, 1)
     metrics.close(rows)
     assert math.isnan(metrics.latest.response_nll[1]) and math.isnan(metrics.latest.response_tokens[1])

@@ -445,5 +445,5 @@ def test_resolve_reward(tmp_path):
     ],
 )
 def test_resolve_reward_says_what_is_wrong(name, message):
-    with pytest.raises(ValueError, match=f"{message}.*Known rewards: accuracy, format"):
+    with pytest.raises(ValueError, match=f"{message}.*Known names: accuracy, format"):
         resolve_reward(name)

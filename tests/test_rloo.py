@@ -50,9 +50,9 @@ from erpo_trl import (
     cli,
     load_arithmetic,
 )
-from erpo_trl.config import QueryFields
 from erpo_trl.demo import MODEL_DIR
 from erpo_trl.evaluation.benchmarks import Benchmark
+from erpo_trl.query.fields import GenerationFields
 from erpo_trl.train import make_trainer as trainer_of
 from erpo_trl.train import parse
 
@@ -443,7 +443,7 @@ def test_default_config(tmp_path, monkeypatch):
 
 def test_both_configs_have_the_same_query_fields(tmp_path):
     grpo, rloo = make_config(tmp_path), make_config(tmp_path, ERPORLOOConfig)
-    for field in fields(QueryFields):
+    for field in fields(GenerationFields):
         assert getattr(grpo, field.name) == getattr(rloo, field.name), field.name
     assert not hasattr(rloo, "trust_region")
     with pytest.raises(ValueError, match="query_kl_estimator must be one of 'k1', 'k2', 'k3', found 'k4'"):

@@ -4,23 +4,21 @@ For streams, which cannot be mapped beforehand, and for sets too large to score 
 must take part in every call, since the rows of all are spread over all.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from torch import nn
 from transformers.utils import logging
 
-from .fingerprint import base_model, query_key, row_fingerprint
-from .reference import DatasetMapper
-from .scoring import reference_policy, score_in_rounds
-from .sharding import is_sharded
-from .weights import query_weights
+from .fingerprint import query_key, row_fingerprint
+from .reference import DatasetMapper, column_rule
+from .scoring import queries_of_all, score_for_all
+from .span import scored_in_span
+from .standby import StandbyReference
+from .weights import MEAN_SCHEMES, Queries, of_means, query_weights
 
 logger = logging.get_logger(__name__)
 
@@ -56,27 +54,27 @@ def drop_long_prompts(stream: IterableDataset, tokenize: Callable[[list], list],
 
 
 @dataclass
-class RunningMean:
-    """s̄ of a stream: the mean over generation batches, which turns into an exponential moving average.
+class RunningMeans:
+    """s̄, and its like per token, of a stream: means over generation batches, which turn into exponential moving averages.
 
     Args:
-        decay: share that the past keeps once 1 / (1 - decay) batches have been seen, in [0, 1); 1 for a fixed value.
-        value: nats, None before the first batch.
+        decay: share that the past keeps once 1 / (1 - decay) batches have been seen, in [0, 1).
+        nll: s̄, nats, None before the first batch.
+        token_nll: the mean of s/T, nats per token, None before the first batch.
         batches: how many it has seen.
     """
 
     decay: float
-    value: float | None = None
+    nll: float | None = None
+    token_nll: float | None = None
     batches: int = 0
 
-    def update(self, batch_mean: float) -> float:
-        """Take in one batch and return the new mean."""
-        if self.decay == 1:
-            return self.value
+    def update(self, nll: float, token_nll: float) -> None:
+        """Take in the means of one batch."""
         self.batches += 1
         rate = max(1 / self.batches, 1 - self.decay)
-        self.value = batch_mean if self.value is None else self.value + rate * (batch_mean - self.value)
-        return self.value
+        self.nll = nll if self.nll is None else self.nll + rate * (nll - self.nll)
+        self.token_nll = token_nll if self.token_nll is None else self.token_nll + rate * (token_nll - self.token_nll)
 
 
 class ArrivingReference:
@@ -85,73 +83,54 @@ class ArrivingReference:
     Args:
         mapper: holds the reference and how training calls the model.
         accelerator: the trainer's.
-        mean: s̄.
+        reference: at hand while training.
+        population: what weights are relative to, of a sample; or the running means of what has arrived.
+
+    Raises:
+        ValueError: weights that need more of the training set than its means, and no sample.
     """
 
-    def __init__(self, mapper: DatasetMapper, accelerator: Accelerator, mean: RunningMean):
-        self.mapper, self.accelerator, self.mean = mapper, accelerator, mean
-        self._frozen: nn.Module | None = None
-
-    def keep_reference(self) -> None:
-        """Call while the model still is the reference: keeps a copy where training would change it.
-
-        Raises:
-            ValueError: a copy is needed but the model is spread over processes.
-        """
-        mapper = self.mapper
-        if hasattr(mapper.model, "peft_config") and not mapper.reference.adapter:
-            return  # the base model stays as it is; the adapter is turned off for scoring
-        why = (
-            "its adapter is part of the reference and is trained"
-            if mapper.reference.adapter
-            else "all weights are trained"
-        )
-        if is_sharded(mapper.model) or self.accelerator.is_fsdp2:
+    def __init__(
+        self,
+        mapper: DatasetMapper,
+        accelerator: Accelerator,
+        reference: StandbyReference,
+        population: Queries | RunningMeans,
+    ):
+        self.mapper, self.accelerator, self.reference = mapper, accelerator, reference
+        self.means = population if isinstance(population, RunningMeans) else None
+        self._sample = population if self.means is None else None
+        rule = column_rule(mapper.config)
+        if self.means is not None and (rule.normalize or rule.scheme not in MEAN_SCHEMES):
+            what = "query_weight_normalize" if rule.normalize else f"query_weight={rule.scheme!r}"
             raise ValueError(
-                f"Rows without reference columns need the reference at hand while training, and {why}; a copy of a model that "
-                "is spread over processes is not supported. Train a fresh LoRA adapter, or map the data beforehand with "
-                "DatasetMapper."
+                f"{what} needs the likelihoods of the training set, and a stream gives their means alone: set "
+                f"reference_sample_size, or use query_weight {', '.join(map(repr, MEAN_SCHEMES))} without normalization."
             )
-        size = sum(p.numel() * p.element_size() for p in mapper.model.parameters())
-        logger.warning(
-            f"Rows are scored as they arrive, and {why}: a frozen copy of the model ({size / 2**30:.2f} GiB) stays in memory. "
-            "A fresh LoRA adapter, or data mapped beforehand with DatasetMapper, needs none."
-        )
-        base = base_model(mapper.model)
-        # A patched forward would be copied with what it closes over: the model in training
-        patched = base.__dict__.pop("forward", None)
-        try:
-            self._frozen = copy.deepcopy(mapper.model).to(self.accelerator.device).eval().requires_grad_(False)
-        finally:
-            if patched is not None:
-                base.forward = patched
 
     def _score(self, queries: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Log-probs by query key, of the queries of all processes."""
-        mapper = self.mapper
-        distinct = list({query_key(row): row for row in gather_object(queries)}.values())
-        scored: list[tuple[int, np.ndarray]] = []
-        if not distinct:
+        queries = queries_of_all(queries)
+        if not queries:
             return {}
-        with mapper.prepared() as policy:
-            model = mapper.model if self._frozen is None else self._frozen
-            call = policy if self._frozen is None else self._frozen
-            with reference_policy(model, mapper.config, mapper.reference.adapter, mapper.autocast_dtype):
-                budget = mapper.config.reference_batch_tokens
-                for pairs, _ in score_in_rounds(call, distinct, budget, mapper.processing_class):
-                    scored += [(query_key(row), logps) for row, logps in pairs]
-        return dict(gather_object(scored))
+        with self.reference.policy() as policy:
+            return score_for_all(
+                policy, queries, self.mapper.config.reference_batch_tokens, self.mapper.processing_class
+            )
 
-    def fill(self, columns: list[dict], ids: list[np.ndarray], learning: bool) -> list[dict]:
+    def fill(self, columns: list[dict], ids: list[np.ndarray], prompts: list, learning: bool) -> list[dict]:
         """The columns of each row, those that a row lacks computed.
 
         Args:
             columns: per row the reference columns, None where it has none.
             ids: per row the (T,) prompt ids.
+            prompts: per row the prompt, text or messages.
             learning: whether the rows count towards s̄; evaluation rows do not.
         """
         mapper = self.mapper
-        lacking = [row for row, column in enumerate(columns) if column["query_fingerprint"] is None]
+        lacking = [
+            row for row, column in enumerate(columns) if None in (column["query_fingerprint"], column["query_span"])
+        ]
         # Rows of a group share their prompt
         wanted = {query_key(ids[row]): ids[row] for row in lacking if len(ids[row]) > 1}
         scored = self._score(list(wanted.values()))
@@ -159,25 +138,32 @@ class ArrivingReference:
         for row in lacking:
             key = query_key(ids[row])
             logps = scored.get(key, np.empty(0, dtype=np.float32))
+            span = mapper.find_span(prompts[row], ids[row], f"Row {row} of the batch")
             filled[row] = {
                 "ref_query_logps": logps,
-                "ref_query_nll": abs(float(logps.sum(dtype=np.float64))),
+                "query_span": span,
+                "ref_query_nll": abs(float(logps[scored_in_span(span, len(ids[row]))].sum(dtype=np.float64))),
                 "query_fingerprint": row_fingerprint(mapper.reference.fingerprint, key),
             }
         nll = torch.tensor([column["ref_query_nll"] for column in filled], dtype=torch.float64)
-        scorable = torch.tensor([len(row) > 1 for row in ids], dtype=torch.bool)
-        total = torch.stack([nll[scorable].sum(), scorable.sum().double()]).float()
-        total, rows = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
-        mean = self.mean.value
-        if rows and (learning or mean is None):
-            mean = self.mean.update(total / rows) if learning else total / rows
-        weights = query_weights(
-            nll,
-            mean if mean is not None else 1.0,
-            scheme=mapper.config.query_weight,
-            clip=mapper.config.query_weight_clip,
-            scored=scorable,
-        )
+        spans = [column["query_span"] for column in filled]
+        tokens = [scored_in_span(span, len(row)).sum() for span, row in zip(spans, ids)]
+        queries = Queries(nll, torch.tensor(tokens, dtype=torch.float64))
+        scored = queries.tokens > 0
+        population = self._sample or self._running_population(queries, scored, learning)
+        weights = query_weights(queries, population, column_rule(mapper.config), scored)
         for column, weight in zip(filled, weights.tolist()):
             column["query_weight"] = weight
         return filled
+
+    def _running_population(self, queries: Queries, scored: torch.Tensor, learning: bool) -> Queries:
+        """The running means, with this batch's in them where it counts; an evaluation before any is relative to itself."""
+        nll, tokens = (column[scored] for column in queries)
+        total = torch.stack([nll.sum(), (nll / tokens).sum(), torch.tensor(float(len(nll)), dtype=nll.dtype)]).float()
+        *sums, rows = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
+        batch = [value / rows for value in sums] if rows else None
+        if batch and learning:
+            self.means.update(*batch)
+        if self.means.nll is not None:
+            return of_means(self.means.nll, self.means.token_nll)
+        return of_means(*batch) if batch else Queries(nll, tokens)

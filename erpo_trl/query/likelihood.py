@@ -6,6 +6,7 @@ TRL's trainers call `model(input_ids, attention_mask, labels=..., fused_lm_head=
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +38,26 @@ class QueryReader:
     Args:
         model: the model TRL would have called (wrapped or not).
         prompt_ids: (B, P) token ids, left-padded; the first P columns of the ids that TRL passes.
-        prompt_mask: (B, P) 1 on real tokens.
+        query_mask: (B, P-1) True where a token is scored.
         rows: (B,) bool, the rows whose prompt is labelled. On a GPU the head projects labelled positions only, so a query
             that K rows share costs one projection, not K.
+        then: called after the forward, before TRL goes on.
     """
 
-    def __init__(self, model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, rows: Tensor):
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt_ids: Tensor,
+        query_mask: Tensor,
+        rows: Tensor,
+        then: Callable[["QueryReader"], None] | None = None,
+    ):
         self.model = model
-        self.mask = scored_token_mask(prompt_mask) & rows.unsqueeze(1)  # (B, P-1)
+        self.then = then
+        self.mask = query_mask & rows.unsqueeze(1)  # (B, P-1)
         self.targets = prompt_ids[:, 1:]
         self.logps: Tensor | None = None  # (B, P-1) nats, with gradient; meaningful where `mask`
-        self.response_nll: Tensor | None = (
-            None  # (B,) nats, without gradient, over the response tokens that TRL labelled
-        )
-        self.response_tokens: Tensor | None = None  # (B,) how many
+        self.completion_logps: Tensor | None = None  # (B, C) nats, with gradient
 
     def __call__(self, *args, labels: Tensor, **kwargs):
         if self.logps is not None:
@@ -62,10 +69,9 @@ class QueryReader:
         # Counted from the right: prompt-learning adapters put virtual tokens before the prompt
         start = outputs.log_probs.shape[1] - (labels.shape[1] - 1)
         self.logps = outputs.log_probs[:, start : start + width]
-        labelled = labels[:, width + 1 :] != -100
-        response = outputs.log_probs[:, start + width :].detach().float()
-        self.response_nll = -torch.where(labelled, response, 0.0).sum(-1)
-        self.response_tokens = labelled.sum(-1)
+        self.completion_logps = outputs.log_probs[:, start + width :]
+        if self.then is not None:
+            self.then(self)
         return outputs
 
     def __getattr__(self, name: str):

@@ -31,55 +31,62 @@ class StepQueries:
 class QueryMetrics:
     """Statistics of the queries seen since the last summary, each query of a step counted once.
 
-    A step is opened with the layout of its rows, fed one (B, 8) tensor per micro-batch through `pending` and closed with
+    A step is opened with the layout of its rows, fed one (B, 9) tensor per micro-batch through `pending` and closed with
     all ranks' rows together.
     """
 
     def __init__(self):
-        # Columns: owner, R̂, NLL, NLL drift, weight, scored tokens, response NLL, response tokens
+        # Columns: owner, R̂, NLL, NLL drift, penalty, weight, scored tokens, response NLL, response tokens
         self.pending: list[torch.Tensor] = []
         self.latest: StepQueries | None = None  # of the step closed last
         self.micro_batches = 0
+        self.keys = np.empty((0, 0), dtype=np.int64)  # (R, N) of the step at hand, see `open`
         self._queries: list[np.ndarray] = []  # per step (Q,) keys of its scored queries
-        self._values: list[np.ndarray] = []  # per step (Q, 3): their R̂, NLL, NLL drift
+        self._values: list[np.ndarray] = []  # per step (Q, 4): their R̂, NLL, NLL drift, penalty
         self._seen: list[np.ndarray] = []  # per step (D,) keys of all its distinct queries, scored or not
         self._weights: list[np.ndarray] = []  # per step (D,) their weights
         self._unscored: list[int] = []  # per step the rows without likelihood
+        self._weight_tokens: list[int] = []  # per step the tokens that were forwarded for its weights alone
 
-    def open(self, keys: np.ndarray, scored: np.ndarray, micro_batches: int) -> None:
+    def open(self, keys: np.ndarray, scored: np.ndarray, micro_batches: int, weight_tokens: int | None = None) -> None:
         """Begin a step.
 
         Args:
             keys: (R, N) the query of each row of each rank; scored: (R, N) 1, or 0 without likelihood, or -1 for padding.
             micro_batches: how many of them make the step on each rank.
+            weight_tokens: prompt tokens, of all ranks, that were forwarded for the weights alone; None where weights never
+                need it.
         """
-        self._keys, self._scored, self.micro_batches = keys, scored, micro_batches
+        if weight_tokens is not None:
+            self._weight_tokens.append(weight_tokens)
+        self.keys, self._scored, self.micro_batches = keys, scored, micro_batches
         self.pending = []
 
-    def close(self, rows: np.ndarray) -> None:
-        """End a step with (R, N, 8) rows in the layout given to `open`."""
+    def close(self, rows: np.ndarray) -> float | None:
+        """End a step with (R, N, 9) rows in the layout given to `open`; returns the mean R̂ of its queries, if any."""
         self.pending = []
         owner = rows[..., 0] > 0
         # Ranks that share a query score it once each, with the same result up to rounding
-        distinct, first_owned = np.unique(self._keys[owner], return_index=True)
+        distinct, first_owned = np.unique(self.keys[owner], return_index=True)
+        owned = rows[owner][first_owned].astype(np.float64)
         self._queries.append(distinct)
-        self._values.append(rows[owner][first_owned, 1:4].astype(np.float64))
+        self._values.append(owned[:, 1:5])
         real = self._scored >= 0
-        seen, first = np.unique(self._keys[real], return_index=True)
+        seen, first = np.unique(self.keys[real], return_index=True)
         self._seen.append(seen)
-        self._weights.append(rows[..., 4][real][first].astype(np.float64))
+        self._weights.append(rows[..., 5][real][first].astype(np.float64))
         self._unscored.append(int((self._scored == 0).sum()))
-        kl, nll, drift, weight, tokens = rows[owner][first_owned, 1:6].astype(np.float64).T
-        response_nll, response_tokens = self._responses(distinct, rows)
-        self.latest = StepQueries(distinct, kl, nll, drift, weight, tokens, response_nll, response_tokens)
+        kl, nll, drift, _, weight, tokens = owned[:, 1:7].T
+        self.latest = StepQueries(distinct, kl, nll, drift, weight, tokens, *self._responses(distinct, rows))
+        return float(kl.mean()) if len(distinct) else None
 
     def _responses(self, queries: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(Q,) means of response NLL and length over the rows of each query whose response has a token in the loss."""
-        counted = (self._scored == 1) & (rows[..., 7] > 0)
-        of = np.searchsorted(queries, self._keys[counted])
+        counted = (self._scored == 1) & (rows[..., 8] > 0)
+        of = np.searchsorted(queries, self.keys[counted])
         count, nll, tokens = (
             np.bincount(of, weights=w, minlength=len(queries))
-            for w in (None, rows[..., 6][counted], rows[..., 7][counted])
+            for w in (None, rows[..., 7][counted], rows[..., 8][counted])
         )
         with np.errstate(invalid="ignore"):
             return nll / count, tokens / count
@@ -108,7 +115,10 @@ class QueryMetrics:
             "weight_ess": effective_sample_fraction(torch.from_numpy(weights)),
             "unscored_rows": unscored,
         }
+        if self._weight_tokens:
+            summary["weight_forward_tokens"] = np.mean(self._weight_tokens)
+            self._weight_tokens = []
         if len(values):
-            kl, nll, drift = values.T
-            summary |= {"kl": kl.mean(), "kl_max": kl.max(), "nll": nll.mean(), "nll_drift": drift.mean()}
+            kl, nll, drift, loss = (column.mean() for column in values.T)
+            summary |= {"kl": kl, "kl_max": values[:, 0].max(), "nll": nll, "nll_drift": drift, "loss": loss}
         return {name: float(value) for name, value in summary.items()}

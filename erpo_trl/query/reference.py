@@ -7,7 +7,7 @@ autocast), so that the drift at step 0 is 0 whatever they are.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +28,17 @@ from .likelihood import has_absolute_positions
 from .rows import TokenRows, progress_bars, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
+from .span import SpanFinder, scored_in_span
 from .table import ReferenceTable
-from .weights import query_weights
+from .weights import Queries, WeightRule, effective_sample_fraction, query_weights
 
 logger = logging.get_logger(__name__)
 
 # The columns a mapped data set carries, beside its own
 REFERENCE_FEATURES = {
-    "ref_query_logps": List(Value("float32")),  # one per scored token, nats
-    "ref_query_nll": Value("float32"),  # minus their sum
+    "ref_query_logps": List(Value("float32")),  # one per token but the first, nats, whatever the span
+    "query_span": List(Value("int32")),  # start, end of each stretch of tokens that count, flat
+    "ref_query_nll": Value("float32"),  # minus the sum over these tokens
     "query_weight": Value("float32"),
     "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
 }
@@ -72,9 +74,13 @@ class ScoringReport:
         reused: distinct queries found in the data set's own columns or in the table.
         duplicates: further rows with the ids of another row.
         unscorable: rows of one token, which has no likelihood.
+        spanless: rows of more tokens, none of which is in their span.
         dropped: rows left out because their prompt is too long.
         forwards: forwards of the model on this process.
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
+        weight_ess: effective sample size of the weights, as a share of the rows.
+        population: what the weights are relative to: the rows that have a likelihood, or what the caller gave.
+        queries: likelihoods of all rows under the reference, of 0 tokens where a row has none.
     """
 
     rows: int = 0
@@ -82,16 +88,25 @@ class ScoringReport:
     reused: int = 0
     duplicates: int = 0
     unscorable: int = 0
+    spanless: int = 0
     dropped: int = 0
     forwards: int = 0
     mean_nll: float = float("nan")
+    weight_ess: float = float("nan")
+    population: Queries | None = field(default=None, repr=False)
+    queries: Queries | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return (
             f"Reference of {self.rows} rows: {self.scored} queries scored, {self.reused} reused, {self.duplicates} "
             f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
-            f"{self.mean_nll:.3f} nats"
+            f"{self.mean_nll:.3f} nats, effective sample size of the weights {self.weight_ess:.0%}"
         )
+
+
+def column_rule(config) -> WeightRule:
+    """What the column `query_weight` holds: 1 where the weights come from the policy, which nobody knows beforehand."""
+    return WeightRule("uniform") if config.query_weight_source == "policy" else WeightRule.of(config)
 
 
 class DatasetMapper:
@@ -103,6 +118,7 @@ class DatasetMapper:
         processing_class: the tokenizer or processor that training uses.
         config: an [`ERPOConfig`].
         tokenize: prompts -> list of ids, in place of the tokenization that TRL does; the trainer passes TRL's own.
+        template: arguments that chats are rendered with besides themselves. Default: `config.chat_template_kwargs`.
         autocast_dtype: dtype of autocast in training, or None for none. Default: what `config.bf16` and `config.fp16` say.
         precision: name of what lowers the precision of a forward in training, part of the fingerprint. Default: the dtype of
             autocast.
@@ -122,6 +138,7 @@ class DatasetMapper:
         config,
         *,
         tokenize: Callable[[list], list[Sequence[int]]] | None = None,
+        template: dict | None = None,
         autocast_dtype: torch.dtype | None | str = "config",
         precision: str | None = None,
         prepare: Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]] = contextlib.nullcontext,
@@ -131,6 +148,8 @@ class DatasetMapper:
         self.processing_class = processing_class
         self.config = config
         self.tokenize = tokenize or self._tokenize
+        self.template = (config.chat_template_kwargs or {}) if template is None else template
+        self.find_span = SpanFinder(config.query_span, processing_class, self.template)
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
         self.autocast_dtype = autocast_dtype
@@ -168,21 +187,22 @@ class DatasetMapper:
         """The reference that the model is now."""
         return self._present_reference()[0]
 
-    def __call__(self, dataset: Dataset, mean_nll: float | None = None) -> Dataset:
+    def __call__(self, dataset: Dataset, population: Queries | None = None) -> Dataset:
         """Map a data set.
 
         Args:
             dataset: with a `prompt` column, strings or chat messages. Columns of an earlier mapping are kept where they
                 belong to the same reference and ids.
-            mean_nll: s̄ in nats to weight by; default the mean over this data set. Evaluation data is weighted by the
-                training set's.
+            population: what to weight relative to; default this data set's own queries. Evaluation data is weighted relative
+                to the training set: `report.population` of its mapping.
 
         Returns:
-            The data set with `ref_query_logps`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows in order,
-            rows with too long a prompt left out.
+            The data set with `ref_query_logps`, `query_span`, `ref_query_nll`, `query_weight` and `query_fingerprint`, rows
+            in order, rows with too long a prompt left out.
 
         Raises:
-            ValueError: a row cannot be tokenised or is empty (named by its index), or no row is left.
+            ValueError: a row cannot be tokenised, is empty or has no span that can be known (named by its index), or no row is
+                left.
             ReferenceUnavailableError: rows need scoring but the model is no longer the reference.
         """
         require_mappable(dataset, REFERENCE_FEATURES)
@@ -197,6 +217,7 @@ class DatasetMapper:
         if len(kept) < len(ids):
             dataset = dataset.select(kept)
             ids = TokenRows([[ids[row] for row in kept]])
+        spans = TokenRows(self.find_span.of_rows(dataset, ids, kept))
 
         keys = np.fromiter(map(query_key, ids), dtype=np.int64, count=len(ids))
         known = np.zeros(len(ids), dtype=bool)
@@ -216,7 +237,7 @@ class DatasetMapper:
         self.report.unscorable = int((~scorable).sum())
         self.report.duplicates = len(ids) - self.report.unscorable - len(distinct)
 
-        mapped = self._attach(dataset, table, keys, known, scorable, mean_nll)
+        mapped = self._attach(dataset, table, keys, known, scorable, spans, population)
         logger.info(str(self.report))
         return mapped.with_format(layout) if layout else mapped
 
@@ -257,7 +278,7 @@ class DatasetMapper:
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **(self.config.chat_template_kwargs or {}),
+            **self.template,
         )["input_ids"]
 
     def all_ids(self, dataset: Dataset) -> TokenRows:
@@ -378,7 +399,7 @@ class DatasetMapper:
 
     # ---- columns
 
-    def _attach(self, dataset, table, keys, known, scorable, mean_nll) -> Dataset:
+    def _attach(self, dataset, table, keys, known, scorable, spans, population) -> Dataset:
         reference = table.folder.name
         column = dataset["ref_query_logps"] if known.any() else None
         held = {int(keys[row]): int(row) for row in np.flatnonzero(known)}
@@ -390,35 +411,46 @@ class DatasetMapper:
             source = row if known[row] else held.get(key)
             return table[key] if source is None else np.asarray(column[source], dtype=np.float32)
 
-        nll = np.fromiter((abs(logps_of(row).sum(dtype=np.float64)) for row in range(len(keys))), float, len(keys))
+        nll, tokens = np.zeros(len(keys)), np.zeros(len(keys), dtype=np.int64)
+        for row in range(len(keys)):
+            logps = logps_of(row)
+            counted = scored_in_span(spans[row], len(logps) + 1)
+            nll[row], tokens[row] = abs(logps[counted].sum(dtype=np.float64)), counted.sum()
+        scored = tokens > 0
+        self.report.spanless = int((scorable & ~scored).sum())
+        if self.report.spanless:
+            logger.warning(
+                f"{self.report.spanless} of {len(keys)} rows have no token in their span "
+                f"(query_span={self.config.query_span!r}): they weigh 1 and have no Query-KL."
+            )
         if not np.isfinite(nll).all():
             row = int(np.flatnonzero(~np.isfinite(nll))[0])
             raise ValueError(
                 f"Row {row} of the data set holds reference log-probs that are no finite numbers: map it again."
             )
-        if mean_nll is None:
-            mean_nll = float(nll[scorable].mean()) if scorable.any() else float("nan")
-        self.report.mean_nll = mean_nll
-        weights = query_weights(
-            torch.from_numpy(nll),
-            mean_nll,
-            scheme=self.config.query_weight,
-            clip=self.config.query_weight_clip,
-            scored=torch.from_numpy(scorable),
-        ).numpy()
+        queries = Queries(torch.from_numpy(nll), torch.from_numpy(tokens))
+        counted = torch.from_numpy(scored)
+        if population is None:
+            population = Queries(*(column[counted] for column in queries))
+        rule = column_rule(self.config)
+        weights = query_weights(queries, population, rule, counted).numpy()
+        self.report.population, self.report.queries = population, queries
+        self.report.mean_nll = float(population.nll.mean()) if len(population.nll) else float("nan")
+        self.report.weight_ess = effective_sample_fraction(torch.from_numpy(weights))
 
         def attach(batch: dict, rows: list[int]) -> dict:
             return {
                 "ref_query_logps": [logps_of(row) for row in rows],
+                "query_span": [spans[row] for row in rows],
                 "ref_query_nll": nll[rows].astype(np.float32),
                 "query_weight": weights[rows].astype(np.float32),
                 "query_fingerprint": [row_fingerprint(reference, int(keys[row])) for row in rows],
             }
 
         name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, reference, repr((self.config.query_weight, self.config.query_weight_clip))):
+        for part in (dataset._fingerprint, reference, repr((rule, self.config.query_span))):
             name.update(part.encode())
-        for array in (keys, nll, weights):
+        for array in (keys, nll, weights, spans.lengths, *(spans[row] for row in range(len(spans)))):
             name.update(np.ascontiguousarray(array).tobytes())
         # Without declared features, a first batch of empty lists or of ints would fix a wrong type
         features = dataset.features.copy()

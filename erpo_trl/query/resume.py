@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .arrival import RunningMeans
 from .checkpoint import last_whole_checkpoint, read_state, write_state
 from .reference import Reference
 
@@ -125,6 +126,12 @@ class ResumeMixin:
                     f"The checkpoint's reference was scored with {name}={state['head'][name]}, this run has {value}: query "
                     "log-probs of the two cannot be compared. Resume with the checkpoint's setting."
                 )
+        span = state.get("query_span", "prompt")
+        if span != self.args.query_span:
+            raise ValueError(
+                f"The checkpoint was trained with query_span={span!r}, this run has {self.args.query_span!r}: its weights and its "
+                "Query-KL would count other tokens. Resume with the checkpoint's setting."
+            )
         folder = os.path.join(state["reference_cache_dir"], reference.fingerprint)
         if self.args.reference_cache_dir is None and os.path.isdir(folder):
             self.dataset_mapper.cache_dir = Path(state["reference_cache_dir"])
@@ -134,8 +141,8 @@ class ResumeMixin:
                 f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
             )
         self.dataset_mapper.reference = reference
-        self._mean_nll = state["mean_nll"]
-        self._arrived_batches = state.get("arrived_batches", 0)
+        if "running_means" in state:
+            self._resumed_means = RunningMeans(**state["running_means"])
 
     def _refuse_cut_generation(self, checkpoint: str, progress: dict) -> None:
         step, args = progress["global_step"], self.args
@@ -152,7 +159,7 @@ class ResumeMixin:
             changed.append("reference_sample_size")
         elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name in ("seed", "shuffle_dataset") if state[name] != getattr(self.args, name)]
+        changed += [name for name, value in self._order_settings().items() if state.get(name, value) != value]
         if not changed:
             return
         message = (
@@ -170,16 +177,21 @@ class ResumeMixin:
     def restore_extra_state(self, state: dict) -> None:
         """Take up what `extra_state` gave, before training goes on."""
 
+    def _order_settings(self) -> dict:
+        """Settings that say in which order the rows come."""
+        names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
+        return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
+
     def erpo_state(self) -> dict:
         """What `erpo_state.json` holds: the reference, what it was scored with, and the run's settings."""
         return {
             **asdict(self.dataset_mapper.reference),
             "head": self.dataset_mapper.head_settings(),
+            "query_span": self.args.query_span,
             "mean_nll": self._mean_nll,
             "data_fingerprint": self._data_fingerprint(),
             "reference_sample_size": self.args.reference_sample_size,
-            "seed": self.args.seed,
-            "shuffle_dataset": self.args.shuffle_dataset,
+            **self._order_settings(),
             "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
             # For reports: all that the run was set to; tokens are masked by transformers
             "args": json.loads(self.args.to_json_string()),

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 
-from .fingerprint import base_model
+from .fingerprint import base_model, query_key
 from .sharding import compute_device, is_sharded
 
 logger = logging.get_logger(__name__)
@@ -164,3 +164,16 @@ def score_queries(policy: nn.Module, queries: list[np.ndarray], processing_class
                 "weights and dtype."
             )
     return logps
+
+
+def queries_of_all(queries: list[np.ndarray]) -> list[np.ndarray]:
+    """The distinct queries of all processes, in one order."""
+    return list({query_key(row): row for row in gather_object(queries)}.values())
+
+
+def score_for_all(policy, queries: list[np.ndarray], budget: int, processing_class) -> dict[int, np.ndarray]:
+    """(T-1,) log-probs in nats by query key, on every process, of queries that every process gives alike."""
+    scored = []
+    for pairs, _ in score_in_rounds(policy, queries, budget, processing_class):
+        scored += [(query_key(row), logps) for row, logps in pairs]
+    return dict(gather_object(scored))

@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from ..query.checkpoint import STATE_FILE
 from ..query.table import ReferenceTable
-from ..query.weights import query_weights
+from ..query.weights import Queries, WeightRule, of_means, query_weights
 from .analysis import log_series
 from .grouping import group_key
 from .query_log import read_queries
@@ -152,12 +154,17 @@ def _weights(run: Run) -> np.ndarray | None:
     if not len(nll):
         run.notes.append(f"The reference table {folder} is gone: the weights of the queries are not known.")
         return None
-    import torch
-
+    rule = WeightRule.of(SimpleNamespace(**run.args))
+    plain = rule.scheme in ("nll_ratio", "uniform") and not rule.normalize
+    if not plain or run.args["query_span"] != "prompt" or run.args["query_weight_source"] != "reference":
+        run.notes.append(
+            "Without query files the weights are not known: they rest on more than the NLL of whole prompts."
+        )
+        return None
     # The table may serve other data too, so these are the weights of all that it holds
     run.notes.append("Weights are those of every query in the reference table, which other runs may share.")
-    scheme, clip = run.args["query_weight"], run.args["query_weight_clip"]
-    return query_weights(torch.from_numpy(nll), run.state["mean_nll"], scheme=scheme, clip=clip).numpy()
+    queries = Queries(torch.from_numpy(nll), torch.ones(len(nll), dtype=torch.float64))
+    return query_weights(queries, of_means(run.state["mean_nll"], float("nan")), rule).numpy()
 
 
 def _read_accuracies(run: Run, evaluations: Sequence[str | Path]) -> None:

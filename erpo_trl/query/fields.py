@@ -1,0 +1,424 @@
+"""Config fields of the environment side, which every config of this package has beside those of its TRL config."""
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from transformers.utils import is_torch_bf16_gpu_available, logging
+
+from ..presets import PRESETS
+from .divergence import ESTIMATORS, LEVELS
+from .span import SPANS
+from .weights import weight_scheme
+from .window import generation_window
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class QueryFields:
+    r"""
+    The fields of the environment side, which every config of this package has beside those of its TRL config. Put it before
+    the TRL config in the bases.
+
+    Parameters:
+        preset (`str`, *optional*, defaults to `"paper"`):
+            Values for the fields left unset. `"paper"`: arXiv 2608.23311 where it speaks, the authors' release where the
+            paper is silent. `"release"`: the authors' released code, whose weights come from the current policy
+            (`query_weight_source="policy"`) and are not clipped. `"drpo"`, with GRPO only: the recipe that arXiv 2606.09821 published, `trust_region="drpo"`
+            with `trust_region_delta=12.5` on `loss_type="dr_grpo"` and `scale_rewards="none"`, with the query side off
+            (`query_kl_coef=0`, `query_weight="uniform"`); set those to compose it with ERPO. Their runs draw 8 responses at
+            temperature 1, of at most 8192 tokens (`max_completion_length`, which `dr_grpo` divides by), from an engine
+            whose log-probs are μ (`use_vllm`).
+        query_kl_coef (`float`, *optional*):
+            α, the coefficient of the Query-KL penalty, per nat. 0 measures the drift without holding it. Preset `paper`:
+            `1e-2` (paper section 5.1).
+        query_kl_estimator (`str`, *optional*):
+            Estimator of the drift, a function of x = log P_0 - log P_θ: `"k1"` (-x), `"k2"` (x²/2) or `"k3"`
+            (e^x - x - 1). Preset `paper`: `"k3"` (paper section 4.2).
+        query_kl_level (`str`, *optional*):
+            `"token"`: estimator per token, averaged over the query's scored tokens. `"sequence"`: estimator on the sum of
+            x over the query. Preset `paper`: `"token"` (authors' release; the paper is silent).
+        query_kl_length_normalize (`bool`, *optional*, defaults to `False`):
+            With `"sequence"`: estimator on the mean of x over the query's scored tokens.
+        query_kl_target (`float`, *optional*):
+            Drift R̂ to hold, in the estimator's nats: α adapts, from `query_kl_coef` on, by dual ascent on log α, once per
+            optimizer step, and is kept in checkpoints. See `query/alpha.py`.
+        query_kl_hinge (`bool`, *optional*, defaults to `False`):
+            With `query_kl_target`: α stays, and a query is penalized only for the drift above the target.
+        query_kl_coef_range (`list[float]`, *optional*, defaults to `[1e-4, 10]`):
+            Lowest and highest α when it adapts.
+        query_kl_coef_rate (`float`, *optional*, defaults to `0.1`):
+            Most that log α moves in one step when it adapts; it moves so far where the drift is 0, or twice the target.
+        query_kl_ema (`float`, *optional*, defaults to `0.9`):
+            Decay of the exponential moving average of R̂ that α follows, in [0, 1).
+        query_span (`str`, *optional*, defaults to `"prompt"`):
+            Which tokens of a query count, in the Query-KL, in the likelihoods that the weights rest on and in the metrics:
+            `"prompt"` (all), `"user"` (the texts of user turns) or `"content"` (the texts of all turns, without what the
+            chat template writes around them; tools, arguments of tool calls and a default system turn are the template's).
+            The last two need prompts in chat form. A token counts if it lies wholly inside; the first never does.
+        query_weight (`str`, *optional*):
+            Weight w(q) on a query's advantages, by its NLL s(q) in nats and the mean s̄ over the training set: `"nll_ratio"`
+            (s̄/s), `"token_nll_ratio"` (the same of s per token), `"softmax"`, `"quantile"` (of its rank), `"snis"`
+            (self-normalised density ratio), `"uniform"` (1), or the import path of a function like those in
+            `query/weights.py` (`package.module:function`, `file.py:function`). Preset `paper`: `"nll_ratio"` (paper section
+            4.2).
+        query_weight_clip (`list[float]`, *optional*):
+            Lowest and highest weight of any scheme but `uniform`; `quantile` spreads its weights over it. Preset `paper`:
+            `[0, 2]`.
+        query_weight_floor (`float`, *optional*, defaults to `0.0`):
+            φ in [0, 1): share of a uniform weight that every query keeps, w ← φ + (1 - φ) w.
+        query_weight_normalize (`bool`, *optional*, defaults to `False`):
+            Divide the weights by their mean over the training set, after clip and floor.
+        query_weight_beta (`float`, *optional*, defaults to `1.0`):
+            β of `softmax`, the inverse temperature on the mean log-prob of a query's tokens.
+        query_weight_source (`str`, *optional*):
+            Whose likelihood the weight reads: `"reference"` (constant over the run), or `"policy"`: the current policy's,
+            detached, read at every update, relative to the distinct queries of the whole optimizer step in place of the
+            training set. With several micro-batches a step that takes one prompt-only forward a step, see README. Preset
+            `paper`: `"reference"`; preset `release`: `"policy"`.
+        reference_cache_dir (`str`, *optional*):
+            Folder of the reference tables, shared by all processes and found again by later runs and by resume. Default:
+            `erpo_trl/reference` in the Hugging Face cache (`HF_HOME`).
+        reference_batch_tokens (`int`, *optional*, defaults to `16384`):
+            Token budget of one forward of the scoring pass, padding included.
+    """
+
+    # Fields without a default of their own that presets may set -> what holds where they do not
+    _unset: ClassVar[dict] = {}
+
+    preset: str = field(
+        default="paper",
+        metadata={
+            "help": "Values for the fields left unset: 'paper' (arXiv 2608.23311), 'release' (its authors' code) or, with GRPO, "
+            "'drpo' (arXiv 2606.09821)."
+        },
+    )
+    query_kl_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Coefficient alpha of the Query-KL penalty; 0 measures the drift without holding it. Preset 'paper': 1e-2."
+        },
+    )
+    query_kl_estimator: str | None = field(
+        default=None,
+        metadata={"help": "Drift estimator: k1, k2 or k3. Preset 'paper': k3."},
+    )
+    query_kl_level: str | None = field(
+        default=None,
+        metadata={"help": "'token' (mean over the query's tokens) or 'sequence'. Preset 'paper': token."},
+    )
+    query_kl_target: float | None = field(
+        default=None, metadata={"help": "Drift to hold, in nats: alpha adapts to it (see query_kl_hinge)."}
+    )
+    query_kl_hinge: bool = field(
+        default=False,
+        metadata={"help": "With query_kl_target: alpha stays, and only drift above the target is penalized."},
+    )
+    query_kl_coef_range: list[float] = field(
+        default_factory=lambda: [1e-4, 10.0], metadata={"help": "Lowest and highest alpha when it adapts."}
+    )
+    query_kl_coef_rate: float = field(
+        default=0.1, metadata={"help": "Most that log alpha moves in one step when it adapts."}
+    )
+    query_kl_ema: float = field(
+        default=0.9, metadata={"help": "Decay of the moving average of the drift that alpha follows."}
+    )
+    query_kl_length_normalize: bool = field(
+        default=False,
+        metadata={"help": "With query_kl_level='sequence', use the mean log-ratio per token."},
+    )
+    query_span: str = field(
+        default="prompt",
+        metadata={
+            "help": "Which tokens of a query count: 'prompt' (all), 'user' (user turns) or 'content' (without the template)."
+        },
+    )
+    query_weight: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weight on a query's advantages: nll_ratio, token_nll_ratio, softmax, quantile, snis, uniform, or an "
+            "import path. Preset 'paper': nll_ratio."
+        },
+    )
+    query_weight_clip: list[float] | None = field(
+        default=None,
+        metadata={"help": "Lowest and highest query weight. Preset 'paper': 0 2."},
+    )
+    query_weight_floor: float = field(
+        default=0.0, metadata={"help": "Share of a uniform weight that every query keeps, in [0, 1)."}
+    )
+    query_weight_normalize: bool = field(
+        default=False, metadata={"help": "Divide the weights by their mean over the training set."}
+    )
+    query_weight_beta: float = field(default=1.0, metadata={"help": "Inverse temperature of query_weight='softmax'."})
+    query_weight_source: str | None = field(
+        default=None,
+        metadata={"help": "Whose likelihood the weight reads: 'reference' or 'policy'. Preset 'paper': reference."},
+    )
+    reference_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the reference tables. Default: erpo_trl/reference in the Hugging Face cache."},
+    )
+    reference_batch_tokens: int = field(
+        default=16384,
+        metadata={"help": "Token budget of one forward of the scoring pass, padding included."},
+    )
+
+    def __post_init__(self):
+        if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
+            # TRL's default would be refused on such a device
+            logger.info("No device with bfloat16 found: training in float32. Set bf16 or fp16 to choose.")
+            self.bf16 = False
+        require_one_of("preset", self.preset, PRESETS)
+        missing = [name for name in PRESETS[self.preset] if not hasattr(self, name)]
+        if missing:
+            raise ValueError(
+                f"preset={self.preset!r} sets {', '.join(missing)}, which {type(self).__name__} does not have: use "
+                "preset='paper', or train with GRPO (ERPOConfig; trainer='grpo' on the command line)."
+            )
+        for name, value in (self._unset | PRESETS[self.preset]).items():
+            if getattr(self, name) is None:
+                setattr(self, name, list(value) if isinstance(value, tuple) else value)
+        super().__post_init__()
+
+        require_one_of("query_kl_estimator", self.query_kl_estimator, ESTIMATORS)
+        require_one_of("query_kl_level", self.query_kl_level, LEVELS)
+        require_one_of("query_span", self.query_span, SPANS)
+        self._require_switch("query_kl_length_normalize")
+        if self.query_kl_length_normalize and self.query_kl_level != "sequence":
+            raise ValueError(
+                "query_kl_length_normalize=True needs query_kl_level='sequence': the token level already averages over "
+                "the query's tokens."
+            )
+        self._check_alpha()
+        self._check_weights()
+        require_whole("reference_batch_tokens", self.reference_batch_tokens, "tokens")
+        if self.reference_cache_dir is not None:
+            if not isinstance(self.reference_cache_dir, (str, os.PathLike)):
+                raise ValueError(f"reference_cache_dir must be a path, found {self.reference_cache_dir!r}.")
+            self.reference_cache_dir = os.path.expanduser(self.reference_cache_dir)
+
+    def _require_switch(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}.")
+
+    def _check_alpha(self) -> None:
+        self.query_kl_coef = number("query_kl_coef", self.query_kl_coef)
+        if not (math.isfinite(self.query_kl_coef) and self.query_kl_coef >= 0):
+            raise ValueError(f"query_kl_coef must be a finite number >= 0, found {self.query_kl_coef}.")
+        self._require_switch("query_kl_hinge")
+        self.query_kl_coef_range = _pair("query_kl_coef_range", self.query_kl_coef_range)
+        low, high = self.query_kl_coef_range
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"query_kl_coef_range must satisfy 0 < lowest <= highest, found {[low, high]!r}.")
+        for name in ("query_kl_coef_rate", "query_kl_ema"):
+            setattr(self, name, number(name, getattr(self, name)))
+        if not 0 < self.query_kl_coef_rate < math.inf:
+            raise ValueError(f"query_kl_coef_rate must be a finite number > 0, found {self.query_kl_coef_rate}.")
+        if not 0 <= self.query_kl_ema < 1:
+            raise ValueError(f"query_kl_ema must be in [0, 1), found {self.query_kl_ema}.")
+        if self.query_kl_target is None:
+            if self.query_kl_hinge:
+                raise ValueError("query_kl_hinge=True needs the drift to start at: set query_kl_target.")
+            return
+        self.query_kl_target = number("query_kl_target", self.query_kl_target)
+        if not 0 < self.query_kl_target < math.inf:
+            raise ValueError(f"query_kl_target must be a finite number > 0, found {self.query_kl_target}.")
+        if self.query_kl_coef == 0:
+            raise ValueError("query_kl_target needs an α to start from: set query_kl_coef above 0.")
+        if self.query_kl_estimator == "k1":
+            raise ValueError(
+                "query_kl_target needs a drift that is not negative: set query_kl_estimator to 'k2' or 'k3'."
+            )
+        if not self.query_kl_hinge and not low <= self.query_kl_coef <= high:
+            raise ValueError(
+                f"query_kl_coef={self.query_kl_coef:g}, from where α adapts to query_kl_target, must lie in "
+                f"query_kl_coef_range={[low, high]!r}."
+            )
+
+    def _check_weights(self) -> None:
+        if not isinstance(self.query_weight, str):
+            raise ValueError(f"query_weight must be a name or an import path, found {self.query_weight!r}.")
+        weight_scheme(self.query_weight)
+        require_one_of("query_weight_source", self.query_weight_source, ("reference", "policy"))
+        self._require_switch("query_weight_normalize")
+        low, high = _pair("query_weight_clip", self.query_weight_clip)
+        if not 0 <= low <= high or high == 0:
+            raise ValueError(
+                f"query_weight_clip must satisfy 0 <= lowest <= highest and highest > 0, found {self.query_weight_clip!r}."
+            )
+        if self.query_weight == "quantile" and high == math.inf:
+            raise ValueError(
+                "query_weight='quantile' spreads its weights over query_weight_clip: give it a finite upper end."
+            )
+        self.query_weight_clip = [low, high]
+        self.query_weight_floor = number("query_weight_floor", self.query_weight_floor)
+        if not 0 <= self.query_weight_floor < 1:
+            raise ValueError(f"query_weight_floor must be in [0, 1), found {self.query_weight_floor}.")
+        self.query_weight_beta = number("query_weight_beta", self.query_weight_beta)
+        if not 0 <= self.query_weight_beta < math.inf:
+            raise ValueError(f"query_weight_beta must be a finite number >= 0, found {self.query_weight_beta}.")
+
+
+@dataclass
+class GenerationFields(QueryFields):
+    r"""
+    The fields of the environment side for trainers that generate completions while they train.
+
+    Parameters:
+        reference_sample_size (`int`, *optional*):
+            Score this many rows before training instead of all, to estimate s̄ (drawn without replacement; a stream's first
+            ones), and the others when their completions are generated. For sets too large to score whole.
+        reference_nll_decay (`float`, *optional*, defaults to `0.99`):
+            For streams without `reference_sample_size`, whose rows are scored as they arrive: s̄ is the mean over the first
+            1/(1 - decay) generation batches and an exponential moving average from there.
+        max_prompt_length (`int`, *optional*):
+            Longest prompt in tokens; rows with a longer one are left out, counted and named in a warning. Default: what the
+            model's context allows (`max_position_embeddings` minus 1, or minus `max_completion_length` for models
+            with absolute positions, which cannot run past their table).
+        query_sampling_power (`float`, *optional*, defaults to `0.0`):
+            κ of a curriculum: a generation batch draws its queries with probability ∝ w^κ from the whole training set, w by the
+            reference. κ decays linearly to 0 over `query_sampling_steps` optimizer steps; from there on, and with 0, the
+            order is TRL's.
+        query_sampling_steps (`int`, *optional*):
+            Optimizer steps over which κ decays to 0.
+        query_drop_quantile (`float`, *optional*, defaults to `0.0`):
+            Share of the training rows to leave out before training, the least typical under the reference by the scheme of
+            `query_weight`, in [0, 1).
+        log_policy_kl_steps (`int`, *optional*, defaults to `0`):
+            Measure the Policy-KL on the current batch every so many optimizer steps, the first included (metric `policy/kl`),
+            in one forward of the reference: the base model under a fresh LoRA adapter, else a frozen copy, which stays in
+            memory. 0: never. With `beta` above 0 TRL logs it in every step (metric `kl`).
+        query_log_steps (`int`, *optional*, defaults to `50`):
+            Every so many optimizer steps, and at the end, write the queries of the steps since to `output_dir/queries` (drift,
+            weight, NLL of the query and of its responses; read by `erpo-trl report`), and send their histograms and the run's
+            curves to the trackers in `report_to`. 0: neither.
+        save_steps (`int`, *optional*):
+            As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
+            rounded up to one.
+    """
+
+    reference_sample_size: int | None = field(
+        default=None,
+        metadata={"help": "Score this many rows beforehand, to estimate the mean NLL, and the others as they arrive."},
+    )
+    reference_nll_decay: float = field(
+        default=0.99, metadata={"help": "Decay of a stream's mean NLL over generation batches."}
+    )
+    query_sampling_power: float = field(
+        default=0.0,
+        metadata={"help": "Power kappa of a curriculum that draws queries by weight^kappa; 0: TRL's order."},
+    )
+    query_sampling_steps: int | None = field(
+        default=None, metadata={"help": "Optimizer steps over which the curriculum's power decays to 0."}
+    )
+    query_drop_quantile: float = field(
+        default=0.0, metadata={"help": "Share of the training rows to leave out, the least typical ones."}
+    )
+    log_policy_kl_steps: int = field(
+        default=0, metadata={"help": "Measure the Policy-KL every so many steps; 0: never."}
+    )
+    query_log_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Optimizer steps between writing the queries seen to output_dir/queries and sending histograms and "
+            "plots to report_to; 0: never."
+        },
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest prompt in tokens; longer rows are left out and counted. Default: the model's context."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, unit in {"max_prompt_length": "tokens", "reference_sample_size": "rows"}.items():
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), unit)
+        self._check_sampling()
+        for name in ("log_policy_kl_steps", "query_log_steps"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{name} must be a whole number of steps >= 0, found {getattr(self, name)!r}.")
+        if not 0 <= number("reference_nll_decay", self.reference_nll_decay) < 1:
+            raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
+        self._check_save_steps()
+
+    def _check_sampling(self) -> None:
+        self.query_sampling_power = number("query_sampling_power", self.query_sampling_power)
+        if not 0 <= self.query_sampling_power < math.inf:
+            raise ValueError(f"query_sampling_power must be a finite number >= 0, found {self.query_sampling_power}.")
+        self.query_drop_quantile = number("query_drop_quantile", self.query_drop_quantile)
+        if not 0 <= self.query_drop_quantile < 1:
+            raise ValueError(f"query_drop_quantile must be in [0, 1), found {self.query_drop_quantile}.")
+        if self.query_sampling_power and self.query_sampling_steps is None:
+            raise ValueError(
+                "query_sampling_power needs the steps over which it decays to 0: set query_sampling_steps."
+            )
+        if self.query_sampling_steps is not None:
+            require_whole("query_sampling_steps", self.query_sampling_steps, "steps")
+        for name in ("query_sampling_power", "query_drop_quantile"):
+            if getattr(self, name) and self.query_weight == "uniform":
+                raise ValueError(
+                    f"{name} goes by the query weights, which query_weight='uniform' makes all equal: use another."
+                )
+            if getattr(self, name) and self.reference_sample_size is not None:
+                raise ValueError(f"{name} needs every row's likelihood before training: unset reference_sample_size.")
+
+    def _check_save_steps(self) -> None:
+        """Refuse checkpoints inside a generation batch, whose completions a checkpoint does not hold."""
+        generate_every = self.steps_per_generation * self.num_iterations
+        window = generation_window(generate_every, self.gradient_accumulation_steps)
+        if window > 1 and (self.save_strategy == "best" or (self.save_strategy == "steps" and self.save_steps < 1)):
+            found = "save_strategy='best'" if self.save_strategy == "best" else f"save_steps={self.save_steps:g}"
+            raise ValueError(
+                f"{found} would save inside generation batches, from where a run cannot be resumed: each spans {window} "
+                f"optimizer steps. Set save_strategy='steps' and save_steps to a multiple of {window}."
+            )
+        if self.save_strategy != "steps" or self.save_steps < 1 or self.save_steps % window == 0:
+            return
+        reason = f"each generation batch spans {window} optimizer steps"
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.eval_steps >= 1:
+            window = math.lcm(window, int(self.eval_steps))
+            reason += f", and load_best_model_at_end needs multiples of eval_steps={int(self.eval_steps)}"
+        below = int(self.save_steps // window) * window
+        nearest = f"{below} or {below + window}" if below else f"{window}"
+        if self.save_steps == self.__dataclass_fields__["save_steps"].default:
+            # Nobody chose the default
+            self.save_steps = below + window
+            logger.warning(f"save_steps is {self.save_steps} in place of the default: {reason}.")
+            return
+        raise ValueError(
+            f"save_steps={int(self.save_steps)} would save inside a generation batch, from where a run cannot be resumed: "
+            f"{reason}. Set save_steps to {nearest}, or another multiple of {window}."
+        )
+
+
+def require_one_of(name: str, value, allowed) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, found {value!r}.")
+
+
+def number(name: str, value) -> float:
+    """YAML 1.1 reads `1e-3` as text; fields declared float are cast by the parser, list items are not."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a switch is no number")
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a number, found {value!r}.") from error
+
+
+def require_whole(name: str, value, unit: str) -> None:
+    """Raise for anything but a whole number >= 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of {unit} >= 1, found {value!r}.")
+
+
+def _pair(name: str, value) -> list[float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(f"{name} must hold two numbers, lowest and highest, found {value!r}.")
+    return [number(name, part) for part in value]
