@@ -17,6 +17,7 @@ from .demo import MODEL_DIR
 from .options import first_option, parse_options
 from .preferences import load_preferences
 from .query.fields import QueryFields
+from .report.live import show_live_line
 from .rewards import resolve_reward
 from .trainer import ERPODPOTrainer, ERPORLOOTrainer, ERPOTrainer
 
@@ -207,8 +208,10 @@ def main(argv: Sequence[str]) -> None:
     args = trainer.args
     trainer.accelerator.print(describe(trainer))
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    show_live_line(trainer)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
+    trainer.save_state()
     trainer.accelerator.print(f"Model saved to {os.path.abspath(args.output_dir)}")
     if args.push_to_hub:
         trainer.push_to_hub()

@@ -5,13 +5,15 @@ the prompt alone, for weights that are read anew at every update. It knows nothi
 each of the K rows scores it.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from ..query.divergence import query_kl
 from ..query.likelihood import QueryReader, scored_token_mask
-from ..query.weights import query_weights
+from ..query.weights import Queries, WeightRule, query_weights
 
 
 class _PromptLabelled:
@@ -24,7 +26,8 @@ class _PromptLabelled:
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, **kwargs):
         prompts = slice(None, -self.completion_width)
         every = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        reader = QueryReader(self.model, input_ids[:, prompts], attention_mask[:, prompts], every)
+        mask = scored_token_mask(attention_mask[:, prompts])
+        reader = QueryReader(self.model, input_ids[:, prompts], mask, every)
         outputs = reader(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         self.logps.append(reader.logps)
         return outputs
@@ -60,10 +63,12 @@ class ReleaseSchemeTrainer(GRPOTrainer):
         with torch.no_grad(), self.accelerator.autocast():
             labels = ids.masked_fill(mask == 0, -100)
             outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        nll = -torch.where(scored_token_mask(mask), outputs.log_probs, 0.0).sum(-1)
-        weights = query_weights(nll.double(), float(nll.double().mean())).to(nll.dtype)
+        scored = scored_token_mask(mask)
+        nll = -torch.where(scored, outputs.log_probs, 0.0).sum(-1)
+        queries = Queries(nll.double(), scored.sum(-1).double())
+        weights = query_weights(queries, queries, WeightRule(clip=(0.0, math.inf))).to(nll.dtype)
         every = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        reader = QueryReader(model, ids, mask, every)
+        reader = QueryReader(model, ids, scored, every)
         weighted = {**inputs, "advantages": inputs["advantages"] * weights}
         loss = super().compute_loss(reader, weighted, return_outputs, num_items_in_batch)
         return loss + self.alpha * query_kl(reader.logps, inputs["ref_query_logps"], reader.mask).mean()

@@ -149,6 +149,7 @@ def train_method(method: str, output: Path, options: Sequence[str], held_out: in
     trainer.add_callback(probe)
     trainer.train()
     trainer.save_model()
+    trainer.save_state()
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     steps = [log for log in trainer.state.log_history if "step_time" in log]
     on_gpu = model.device.type == "cuda"

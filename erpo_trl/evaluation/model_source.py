@@ -13,7 +13,14 @@ from ..demo import MODEL_DIR
 
 # Files at the top of a model folder that decide what it generates. The others that training leaves there do not.
 _DECISIVE = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
-_NEUTRAL = {"training_args.bin", "trainer_state.json", "README.md", "all_results.json", "train_results.json"}
+_NEUTRAL = {
+    "training_args.bin",
+    "trainer_state.json",
+    "erpo_state.json",
+    "README.md",
+    "all_results.json",
+    "train_results.json",
+}
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,10 @@ class GenerationFields(QueryFields):
             Measure the Policy-KL on the current batch every so many optimizer steps, the first included (metric `policy/kl`),
             in one forward of the reference: the base model under a fresh LoRA adapter, else a frozen copy, which stays in
             memory. 0: never. With `beta` above 0 TRL logs it in every step (metric `kl`).
+        query_log_steps (`int`, *optional*, defaults to `50`):
+            Every so many optimizer steps, and at the end, write the queries of the steps since to `output_dir/queries` (drift,
+            weight, NLL of the query and of its responses; read by `erpo-trl report`), and send their histograms and the run's
+            curves to the trackers in `report_to`. 0: neither.
         save_steps (`int`, *optional*):
             As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
             rounded up to one.
@@ -359,6 +363,13 @@ class GenerationFields(QueryFields):
     log_policy_kl_steps: int = field(
         default=0, metadata={"help": "Measure the Policy-KL every so many steps; 0: never."}
     )
+    query_log_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Optimizer steps between writing the queries seen to output_dir/queries and sending histograms and "
+            "plots to report_to; 0: never."
+        },
+    )
     max_prompt_length: int | None = field(
         default=None,
         metadata={
@@ -372,10 +383,9 @@ class GenerationFields(QueryFields):
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name), unit)
         self._check_sampling()
-        if type(self.log_policy_kl_steps) is not int or self.log_policy_kl_steps < 0:
-            raise ValueError(
-                f"log_policy_kl_steps must be a whole number of steps >= 0, found {self.log_policy_kl_steps!r}."
-            )
+        for name in ("log_policy_kl_steps", "query_log_steps"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{name} must be a whole number of steps >= 0, found {getattr(self, name)!r}.")
         if not 0 <= number("reference_nll_decay", self.reference_nll_decay) < 1:
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         self._check_save_steps()

@@ -1,20 +1,44 @@
 """Query metrics of optimizer steps and evaluations, averaged by sums and counts over ranks and accumulation."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from .weights import effective_sample_fraction
 
 
+@dataclass(frozen=True)
+class StepQueries:
+    """The distinct scored queries of one optimizer step, over all ranks; every field is (Q,).
+
+    Args:
+        key: of the query; kl: R̂; nll: -ℓ_θ, nats; nll_drift: ℓ_0 - ℓ_θ, nats; weight: w; tokens: scored tokens of the query.
+        response_nll: NLL of its responses in the step, nats per response, under the policy in training; response_tokens:
+            their length. Means over the responses that have a token in the loss; NaN where none has.
+    """
+
+    key: np.ndarray
+    kl: np.ndarray
+    nll: np.ndarray
+    nll_drift: np.ndarray
+    weight: np.ndarray
+    tokens: np.ndarray
+    response_nll: np.ndarray
+    response_tokens: np.ndarray
+
+
 class QueryMetrics:
     """Statistics of the queries seen since the last summary, each query of a step counted once.
 
-    A step is opened with the layout of its rows, fed one (B, 6) tensor per micro-batch through `pending` and closed with
+    A step is opened with the layout of its rows, fed one (B, 9) tensor per micro-batch through `pending` and closed with
     all ranks' rows together.
     """
 
     def __init__(self):
-        self.pending: list[torch.Tensor] = []  # columns: owner, R̂, NLL, NLL drift, penalty, weight
+        # Columns: owner, R̂, NLL, NLL drift, penalty, weight, scored tokens, response NLL, response tokens
+        self.pending: list[torch.Tensor] = []
+        self.latest: StepQueries | None = None  # of the step closed last
         self.micro_batches = 0
         self.keys = np.empty((0, 0), dtype=np.int64)  # (R, N) of the step at hand, see `open`
         self._queries: list[np.ndarray] = []  # per step (Q,) keys of its scored queries
@@ -39,19 +63,33 @@ class QueryMetrics:
         self.pending = []
 
     def close(self, rows: np.ndarray) -> float | None:
-        """End a step with (R, N, 6) rows in the layout given to `open`; returns the mean R̂ of its queries, if any."""
+        """End a step with (R, N, 9) rows in the layout given to `open`; returns the mean R̂ of its queries, if any."""
         self.pending = []
         owner = rows[..., 0] > 0
         # Ranks that share a query score it once each, with the same result up to rounding
-        distinct, first = np.unique(self.keys[owner], return_index=True)
+        distinct, first_owned = np.unique(self.keys[owner], return_index=True)
+        owned = rows[owner][first_owned].astype(np.float64)
         self._queries.append(distinct)
-        self._values.append(rows[owner][first, 1:5].astype(np.float64))
+        self._values.append(owned[:, 1:5])
         real = self._scored >= 0
         seen, first = np.unique(self.keys[real], return_index=True)
         self._seen.append(seen)
         self._weights.append(rows[..., 5][real][first].astype(np.float64))
         self._unscored.append(int((self._scored == 0).sum()))
-        return float(self._values[-1][:, 0].mean()) if len(distinct) else None
+        kl, nll, drift, _, weight, tokens = owned[:, 1:7].T
+        self.latest = StepQueries(distinct, kl, nll, drift, weight, tokens, *self._responses(distinct, rows))
+        return float(kl.mean()) if len(distinct) else None
+
+    def _responses(self, queries: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(Q,) means of response NLL and length over the rows of each query whose response has a token in the loss."""
+        counted = (self._scored == 1) & (rows[..., 8] > 0)
+        of = np.searchsorted(queries, self.keys[counted])
+        count, nll, tokens = (
+            np.bincount(of, weights=w, minlength=len(queries))
+            for w in (None, rows[..., 7][counted], rows[..., 8][counted])
+        )
+        with np.errstate(invalid="ignore"):
+            return nll / count, tokens / count
 
     def summarize(self, distinct: bool = False) -> dict[str, float]:
         """Metrics since the last summary, then start anew; empty without a closed step.

@@ -17,11 +17,12 @@ from datasets import IterableDataset
 from torch import Tensor
 from transformers.utils import logging
 
+from ..report.query_log import QueryLog
 from .alpha import AdaptiveAlpha, hinge
 from .divergence import query_kl
 from .fingerprint import query_key, row_fingerprint
 from .likelihood import QueryReader, scored_token_mask
-from .metrics import QueryMetrics
+from .metrics import QueryMetrics, StepQueries
 from .owners import settle_owners
 from .policy_weights import likelihoods, step_weights, weigh, weights_of_rows
 from .preparation import PreparedReferenceMixin
@@ -44,10 +45,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         self._step_batches: list = []  # raw generation batches of the optimizer step at hand
         self._step_queue: deque = deque()  # its settled micro-batches
         self._query_metrics = {"train": QueryMetrics(), "eval": QueryMetrics()}
+        if self.args.query_log_steps:
+            # Before the trackers' own callbacks: it opens the W&B run in its group
+            self.callback_handler.callbacks.insert(0, QueryLog(self, self.args.query_log_steps))
         self._policy_weights = self.args.query_weight_source == "policy" and self.args.query_weight != "uniform"
-        self._adaptive_alpha: AdaptiveAlpha | None = None
+        self.adaptive_alpha: AdaptiveAlpha | None = None
         if self.args.query_kl_target is not None and not self.args.query_kl_hinge:
-            self._adaptive_alpha = AdaptiveAlpha(
+            self.adaptive_alpha = AdaptiveAlpha(
                 self.args.query_kl_coef,
                 self.args.query_kl_target,
                 self.args.query_kl_coef_rate,
@@ -58,15 +62,20 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     @property
     def query_alpha(self) -> float:
         """α, the coefficient of the Query-KL penalty."""
-        return self._adaptive_alpha.alpha if self._adaptive_alpha else self.args.query_kl_coef
+        return self.adaptive_alpha.alpha if self.adaptive_alpha else self.args.query_kl_coef
+
+    @property
+    def latest_queries(self) -> StepQueries | None:
+        """The queries of the optimizer step made last, over all ranks."""
+        return self._query_metrics["train"].latest
 
     def extra_state(self) -> dict:
-        return super().extra_state() | (self._adaptive_alpha.state() if self._adaptive_alpha else {})
+        return super().extra_state() | (self.adaptive_alpha.state() if self.adaptive_alpha else {})
 
     def restore_extra_state(self, state: dict) -> None:
         super().restore_extra_state(state)
-        if self._adaptive_alpha is not None and "query_alpha" in state:
-            self._adaptive_alpha.restore(state)
+        if self.adaptive_alpha is not None and "query_alpha" in state:
+            self.adaptive_alpha.restore(state)
 
     # ---- rows
 
@@ -313,14 +322,19 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         metrics = self._query_metrics[mode]
         nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
         ref_nll = -torch.where(reader.mask, inputs["ref_query_logps"], 0.0).sum(-1)
-        columns = (inputs["query_owner"], divergence, nll, nll - ref_nll, penalty, inputs["query_weight"])
+        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        response_nll = -torch.where(counted > 0, reader.completion_logps.detach(), 0.0).sum(-1)
+        columns = (
+            *(inputs["query_owner"], divergence, nll, nll - ref_nll, penalty, inputs["query_weight"]),
+            *(reader.mask.sum(-1), response_nll, counted.sum(-1)),
+        )
         metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
         if len(metrics.pending) == metrics.micro_batches:
             rows = self.accelerator.pad_across_processes(torch.cat(metrics.pending), dim=0)
             ranks = self.accelerator.num_processes
             drift = metrics.close(self.accelerator.gather(rows).view(ranks, -1, len(columns)).cpu().numpy())
-            if self._adaptive_alpha is not None and mode == "train" and drift is not None:
-                self._adaptive_alpha.update(drift)
+            if self.adaptive_alpha is not None and mode == "train" and drift is not None:
+                self.adaptive_alpha.update(drift)
 
     def log(self, logs, start_time=None):
         mode = "train" if self.model.training else "eval"

@@ -195,6 +195,22 @@ class ResumeMixin:
         names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
         return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
 
+    def erpo_state(self) -> dict:
+        """What `erpo_state.json` holds: the reference, what it was scored with, and the run's settings."""
+        return {
+            **asdict(self.dataset_mapper.reference),
+            "head": self.dataset_mapper.head_settings(),
+            "query_span": self.args.query_span,
+            "mean_nll": self._mean_nll,
+            "data_fingerprint": self._data_fingerprint(),
+            "reference_sample_size": self.args.reference_sample_size,
+            **self._order_settings(),
+            "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
+            # For reports: all that the run was set to; tokens are masked by transformers
+            "args": json.loads(self.args.to_json_string()),
+            **self.extra_state(),
+        }
+
     def _data_fingerprint(self) -> str | None:
         if not isinstance(self.train_dataset, Dataset):
             return None
@@ -216,18 +232,12 @@ class ResumeMixin:
                     f"{folder} lies inside a generation batch and cannot be resumed: set save_steps to a multiple of "
                     f"{self._generation_window()}."
                 )
-            state = {
-                **asdict(self.dataset_mapper.reference),
-                "references": self._reference_settings(),
-                "head": self.dataset_mapper.head_settings(),
-                "query_span": self.args.query_span,
-                "mean_nll": self._mean_nll,
-                "data_fingerprint": self._data_fingerprint(),
-                "reference_sample_size": self.args.reference_sample_size,
-                **self._order_settings(),
-                "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
-                **self.extra_state(),
-            }
             # Before the rest: what follows pushes the folder to the hub and deletes the checkpoint before it
-            write_state(folder, state)
+            write_state(folder, self.erpo_state())
         super()._save_checkpoint(model, trial)
+
+    def save_state(self):
+        """transformers' `trainer_state.json` in `output_dir`, and with it what a checkpoint remembers of its reference."""
+        super().save_state()
+        if self.args.should_save and self.dataset_mapper.reference is not None:
+            write_state(self.args.output_dir, self.erpo_state())

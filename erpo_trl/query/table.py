@@ -81,6 +81,10 @@ class ReferenceTable:
         # Parts one after another, then back into the order asked for
         return pa.concat_arrays([_NO_LISTS, *pieces]).take(pa.array(np.argsort(order)))
 
+    def all_nlls(self) -> np.ndarray:
+        """(N,) float64 NLL of every query in the table, nats, in no order."""
+        return np.array([-self[key].sum(dtype=np.float64) for key in self._keys])
+
     def add(self, keys: Sequence[int], logps: Sequence[np.ndarray]) -> None:
         """Write one part, atomically, and index it."""
         self._make_folder()

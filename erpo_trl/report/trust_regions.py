@@ -52,13 +52,31 @@ def plot_gradient_weights(
     Raises:
         ImportError: matplotlib is missing (`pip install erpo-trl[plot]`).
     """
+    columns = [(region, gradient_weight_grids(region, params, advantages)) for region in regions]
+    draw_gradient_weights(columns, advantages, limit).savefig(path, dpi=150)
+    return Path(path)
+
+
+def gradient_weight_grids(region: str, params: RegionParams, advantages: Sequence[float]) -> list[np.ndarray]:
+    """[`gradient_weight_grid`] for each advantage."""
+    return [gradient_weight_grid(region, advantage, params) for advantage in advantages]
+
+
+def draw_gradient_weights(
+    columns: Sequence[tuple[str, Sequence[np.ndarray]]], advantages: Sequence[float], limit: float = 2.0
+):
+    """A matplotlib figure of heat maps.
+
+    Args: columns: title and a grid per advantage, of each column; advantages, limit: as in [`plot_gradient_weights`].
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.9 * len(regions) + 1, 1.8 * len(advantages) + 0.5), layout="constrained")
-    axes = figure.subplots(len(advantages), len(regions), squeeze=False, sharex=True, sharey=True)
-    for row, advantage in zip(axes, advantages):
-        for axis, region in zip(row, regions):
-            grid = gradient_weight_grid(region, advantage, params)
+    # Room for the colour bar and its label beside a single column
+    figure = Figure(figsize=(1.9 * len(columns) + 1.4, 1.8 * len(advantages) + 0.5), layout="constrained")
+    axes = figure.subplots(len(advantages), len(columns), squeeze=False, sharex=True, sharey=True)
+    for index, (row, advantage) in enumerate(zip(axes, advantages)):
+        for axis, (_, grids) in zip(row, columns):
+            grid = grids[index]
             image = axis.imshow(
                 grid,
                 origin="lower",
@@ -71,10 +89,9 @@ def plot_gradient_weights(
             if grid.min() < 0 < grid.max():
                 axis.contour(grid, levels=[0.0], extent=(0, 1, 0, 1), colors="black", linewidths=0.7)
         row[0].set_ylabel(f"A = {advantage:+g}\nπ")
-    for axis, region in zip(axes[0], regions):
-        axis.set_title(region, fontsize=9)
+    for axis, (title, _) in zip(axes[0], columns):
+        axis.set_title(title, fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("μ")
     figure.colorbar(image, ax=axes, label="weight on A·∇r", shrink=0.8)
-    figure.savefig(path, dpi=150)
-    return Path(path)
+    return figure
