@@ -209,7 +209,11 @@ class OtherReferences:
                     f"query_references[{spec.name!r}]: {len(missing)} of {len(keys)} rows are not in the table {spec.table}, row "
                     f"{missing[0]} the first. Make it with the same data and tokenizer (erpo-trl score), or give the model."
                 )
-            return [table[key] if count else np.empty(0, np.float32) for key, count in zip(keys, tokens)]
+            rows = np.flatnonzero(tokens)
+            found = dict(zip(rows.tolist(), table.take(np.array(keys, dtype=np.int64)[rows])))
+            return [
+                found[row].values.to_numpy() if row in found else np.empty(0, np.float32) for row in range(len(keys))
+            ]
         model = self.load(spec.model)
         rows = model.get_input_embeddings().num_embeddings
         tokenizer = getattr(self.mapper.processing_class, "tokenizer", self.mapper.processing_class)

@@ -201,6 +201,7 @@ class ResumeMixin:
             **asdict(self.dataset_mapper.reference),
             "head": self.dataset_mapper.head_settings(),
             "query_span": self.args.query_span,
+            "references": self._reference_settings(),
             "mean_nll": self._mean_nll,
             "data_fingerprint": self._data_fingerprint(),
             "reference_sample_size": self.args.reference_sample_size,

@@ -83,7 +83,7 @@ class ReferenceTable:
 
     def all_nlls(self) -> np.ndarray:
         """(N,) float64 NLL of every query in the table, nats, in no order."""
-        return np.array([-self[key].sum(dtype=np.float64) for key in self._keys])
+        return np.array([-row.values.to_numpy().sum(dtype=np.float64) for row in self.take(self._keys)])
 
     def add(self, keys: Sequence[int], logps: Sequence[np.ndarray]) -> None:
         """Write one part, atomically, and index it."""

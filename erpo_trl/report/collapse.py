@@ -20,13 +20,13 @@ class CollapseCallback(TrainerCallback):
     Args:
         on_collapse: `"warn"`: a warning in the log; `"stop"`: also a checkpoint, where `save_strategy` is not `"no"`, and the end of
             the run after this step; or a function of the [`~erpo_trl.report.analysis.Collapse`] and transformers'
-            `TrainerControl`, called on every process after the warning, e.g. to raise α.
+            `TrainerControl`, called on every process after the warning, e.g. to lower the drift that an adaptive α holds.
         rule: [`~erpo_trl.report.analysis.BandRule`], when a series has left its band.
 
     Example:
         ```python
         def hold_harder(collapse, control):
-            trainer.args.query_kl_coef *= 2  # α, read at every step
+            trainer.adaptive_alpha.target /= 2  # with query_kl_target; a fixed α is trainer.args.query_kl_coef
 
         trainer.add_callback(CollapseCallback(on_collapse=hold_harder))
         ```
