@@ -7,7 +7,13 @@ from .cli import InputError
 from .train import make_trainer, parse
 
 # Fields that cost an engine, a second model or rollouts and change nothing in a query's likelihood
-_WITHOUT = {"use_vllm": False, "beta": 0.0, "trust_region": "ratio_clip", "trust_region_delta_target": None}
+_WITHOUT = {
+    "use_vllm": False,
+    "beta": 0.0,
+    "log_policy_kl_steps": 0,
+    "trust_region": "ratio_clip",
+    "trust_region_delta_target": None,
+}
 
 
 def main(argv: Sequence[str]) -> None:

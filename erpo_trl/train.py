@@ -117,6 +117,9 @@ def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArgume
     Raises:
         InputError: unknown key (named, with the nearest known one), missing file, or a value a field refuses.
     """
+    # Modules of rewards and weight schemes in the working directory, as with TRL's own scripts
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     trainer = first_option(argv, TrainerArguments, prog).trainer
     others = {f"trainer {name}": config for name, (config, _) in TRAINERS.items() if name != trainer}
     return parse_options(argv, configs_of(trainer), prog, others)[1:]
@@ -161,8 +164,6 @@ def make_trainer(
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    # A reward module in the working directory, as with TRL's own scripts
-    sys.path.insert(0, os.getcwd())
     try:
         pairs = isinstance(args, ERPODPOConfig)
         load = _load_pairs if pairs else _load

@@ -79,6 +79,14 @@ def test_step_response(start):
     assert controller.alpha == pytest.approx(0.006 / (0.3 * 0.02), rel=0.1)
 
 
+@pytest.mark.parametrize("drift", [math.nan, math.inf])
+def test_a_step_that_is_no_number_changes_nothing(drift):
+    """A forward that overflows once (fp16 skips such steps) leaves α and its average as they were."""
+    hit, spared = (AdaptiveAlpha(0.1, 0.02, 0.1, WIDE, 0.9) for _ in range(2))
+    assert hit.update(0.03) == spared.update(0.03) == hit.update(drift)
+    assert hit.update(0.01) == spared.update(0.01)
+
+
 def test_resume_goes_on_where_it_stopped():
     """A controller restored from its state gives the same α's as one that was never interrupted."""
     whole = AdaptiveAlpha(0.1, 0.02, 0.1, WIDE, 0.9)

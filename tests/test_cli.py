@@ -8,6 +8,7 @@ import pytest
 from transformers.utils import is_torch_bf16_gpu_available
 
 from erpo_trl import cli
+from erpo_trl.query.standby import StandbyReference
 from erpo_trl.rewards import resolve_reward
 from erpo_trl.train import make_trainer, parse
 
@@ -155,6 +156,17 @@ def test_reward_module_in_the_working_directory(recipe, tmp_path, monkeypatch):
     assert trainer.reward_func_names == ["short"]
 
 
+def test_weight_scheme_in_the_working_directory(recipe, tmp_path, monkeypatch):
+    """As for rewards, though the config looks for it as soon as it is read."""
+    (tmp_path / "my_weights.py").write_text("def three(queries, population, rule):\n    return 0 * queries.nll + 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    options = ["--query_weight", "my_weights:three", "--query_weight_clip", "0", "4"]
+    trainer = make_trainer(*parse(["--config", str(recipe), *options]))
+    trainer.prepare_reference()
+    assert set(trainer.train_dataset["query_weight"]) == {3.0}
+
+
 def test_two_rewards_of_one_file_share_it(tmp_path):
     """Loading the file once per function would give each its own globals."""
     path = tmp_path / "pair.py"
@@ -175,11 +187,13 @@ def test_demo_options_do_not_reach_the_other_method(monkeypatch):
     assert seen["args"].query_kl_coef == 0.0 and seen["args"].beta == 0.01
 
 
-def test_score_makes_the_table_that_train_finds(recipe, tmp_path, capsys):
+def test_score_makes_the_table_that_train_finds(recipe, tmp_path, capsys, monkeypatch):
     """`score` writes the table and nothing else; training with the same recipe scores nothing, whatever else it is set to."""
     offpolicy = ["--trust_region", "drpo", "--trust_region_delta", "0.2", "--num_iterations", "2", "--beta", "0.1"]
-    offpolicy += ["--use_bias_correction_kl", "false"]
-    assert cli.main(["score", "--config", str(recipe), *offpolicy]) == 0
+    offpolicy += ["--use_bias_correction_kl", "false", "--log_policy_kl_steps", "1"]
+    with monkeypatch.context() as patch:  # no copy of the model for a training that does not come
+        patch.setattr(StandbyReference, "__init__", lambda *args: pytest.fail("scoring keeps a reference at hand"))
+        assert cli.main(["score", "--config", str(recipe), *offpolicy]) == 0
     said = capsys.readouterr().out
     assert "8 queries scored, 0 reused" in said and "temperature=1.0" in said
     assert list((tmp_path / "reference").glob("*/part-*.arrow")) and not list((tmp_path / "out").glob("*"))

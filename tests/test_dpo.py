@@ -39,6 +39,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from erpo_trl import DatasetMapper, ERPOConfig, ERPODPOTrainer, ReferenceUnavailableError, cli, load_preferences
+from erpo_trl.report.query_log import read_queries
 from erpo_trl.train import make_trainer as trainer_of
 from erpo_trl.train import parse
 
@@ -393,6 +394,30 @@ def test_the_span_of_the_user_counts_alone(tmp_path):
     assert recorder.done[0].prompt_labels[0].sum().item() == completions + sum(map(len, UNEQUAL))
 
 
+def test_query_files_hold_the_nll_of_the_responses(tmp_path):
+    """NLL and length are means over chosen and rejected of all pairs of a query, whatever micro-batches they are in."""
+    model, data = tiny_model("qwen2"), pairs([UNEQUAL[0], UNEQUAL[1], UNEQUAL[0], UNEQUAL[3]])
+    build(
+        tmp_path,
+        model=copy.deepcopy(model),
+        data=data,
+        gradient_accumulation_steps=2,
+        query_log_steps=1,
+        query_kl_coef=ALPHA,
+    ).train()
+    kept = read_queries(tmp_path / "run")
+    reference, expected = double_copy(model), {}
+    for row in data:
+        prompt = byte_tokenizer()(row["prompt"])["input_ids"]
+        for name in ("chosen", "rejected"):
+            response = [*byte_tokenizer()(row[name])["input_ids"], byte_tokenizer().eos_token_id]
+            nll = -token_logps(reference, prompt + response)[len(prompt) - 1 :].sum().item()
+            expected.setdefault(tuple(prompt), []).append((nll, len(response)))
+    wanted = sorted(tuple(sum(x) / len(x) for x in zip(*values)) for values in expected.values())
+    found = sorted(zip(kept["response_nll"].tolist(), kept["response_tokens"].tolist()))
+    assert found == [pytest.approx(row, rel=1e-4) for row in wanted]
+
+
 def test_evaluation_counts_each_query_once(tmp_path):
     model = tiny_model("qwen2")
     data = pairs([UNEQUAL[0], UNEQUAL[1], UNEQUAL[0]])
@@ -573,7 +598,8 @@ def test_score_then_train(recipe, tmp_path, capsys):
     assert cli.main(["score", "--config", str(recipe)]) == 0
     assert "8 queries scored, 0 reused" in capsys.readouterr().out
     assert cli.main(["train", "--config", str(recipe), "--max_rows", "5"]) == 0
-    assert "'query/kl': '0'" in capsys.readouterr().out
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["log_history"][0]["query/kl"] == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "2608.23311" in card and "- erpo" in card and "- dpo" in card
     trainer = trainer_of(*parse(["--config", str(recipe)]))

@@ -188,6 +188,15 @@ def test_one_token_prompt_weighs_one(tmp_path):
         assert len(recorder.done) == 1
 
 
+def test_a_step_without_any_likelihood(tmp_path):
+    """Prompts of one token alone: every scheme leaves them at weight 1, in one micro-batch and in two."""
+    for n, cut in enumerate(CUTS[:2]):
+        fields = {"query_weight": "softmax", "query_weight_source": "policy", "max_steps": 2}
+        trainer = make_trainer(tmp_path / str(n), dataset=prompts_dataset(["a", "b", "c", "d"]), **fields, **cut)
+        trainer.train()
+        assert logged(trainer, "query/weight_min") == logged(trainer, "query/weight_max") == [1.0, 1.0]
+
+
 def test_evaluation(tmp_path):
     """An evaluation batch is weighted by the policy as well, in its own forward."""
     trainer = make_trainer(

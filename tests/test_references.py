@@ -162,6 +162,19 @@ def test_a_table_in_place_of_its_model(tmp_path, other):
         )
 
 
+def test_a_table_of_another_temperature_is_refused(tmp_path, other):
+    """Its log-probs would make a drift of nothing."""
+    config = make_config(tmp_path, temperature=0.7, reference_cache_dir=str(tmp_path / "tables"))
+    DatasetMapper(other[0], byte_tokenizer(), config)(prompts_dataset(ROWS))
+    (table,) = (tmp_path / "tables").iterdir()
+    references = {"code": {"weight": 1.0, "table": str(table)}}
+    with pytest.raises(ValueError, match=r"query_references\['code'\]: the table .* was scored with temperature=0.7, this run "
+                                         r"has 1.0: .* Score it again \(erpo-trl score --temperature 1.0\)"):  # fmt: skip
+        run(tmp_path, tiny_model("llama"), query_references=references)
+    at_it, _ = run(tmp_path / "at_it", tiny_model("llama"), query_references=references, temperature=0.7, max_steps=1)
+    assert logged(at_it, "query/kl")[0] > 0.01
+
+
 def test_weights_of_each_row(tmp_path, other):
     """λ from a column, as a list or by name: each query is held to its own domain's reference."""
     model, (second, folder) = tiny_model("llama"), other
@@ -245,6 +258,14 @@ def test_another_tokenizer_is_refused(tmp_path):
         ({"query_references": {"code": {"model": "x"}}}, "needs a weight, a finite number >= 0, found None"),
         ({"query_references": {"self": {"wieght": 1.0}}}, r"query_references\['self'\] has no 'wieght'"),
         ({"query_references": {"self": 0.0}}, "query_references are all of weight 0"),
+        (
+            {"query_references": {1: {"weight": 1.0, "model": "x"}}},
+            "query_references has the name 1: names must be text",
+        ),
+        (
+            {"query_references": {"a": {"weight": 1.0, "model": 5}}},
+            r"query_references\['a'\]: model must be text, found 5",
+        ),
         ({"query_references": {"self": 1.0}, "query_references_mode": "mixture"}, "set query_kl_level='sequence'"),
         (
             {"query_references": {"self": 0.9}, "query_references_mode": "mixture", "query_kl_level": "sequence"},

@@ -1,5 +1,6 @@
 """The curriculum and the filter: probabilities in closed form, TRL's order at κ = 0, resume, which rows are left out."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -19,6 +20,7 @@ from helpers import (
 )
 from trl.trainer.utils import RepeatSampler
 
+from erpo_trl import DatasetMapper
 from erpo_trl.query.sampling import CurriculumSampler, draw, sampling_power, typical_rows
 from erpo_trl.query.weights import Queries, WeightRule
 
@@ -48,6 +50,16 @@ def test_a_weight_of_zero_comes_last():
     generator = np.random.default_rng(0)
     draws = [draw(np.array([0.0, 1.0, 1.0]), 3, 0.5, generator).tolist() for _ in range(50)]
     assert {row[-1] for row in draws} == {0}
+
+
+def test_far_weights_keep_their_odds():
+    """e^-100 against e^-200 at κ = 0.01 is e : 1, and a weight of 0 still comes last, however small κ."""
+    generator, n = np.random.default_rng(0), 5000
+    weights = np.array([np.exp(-100.0), np.exp(-200.0), 0.0])
+    draws = np.array([draw(weights, 3, 0.01, generator) for _ in range(n)])
+    p = math.e / (1 + math.e)
+    assert abs((draws[:, 0] == 0).mean() - p) <= 4 * (p * (1 - p) / n) ** 0.5
+    assert (draws[:, 2] == 2).all()
 
 
 def samplers(power_at, weights=(9.0, 1.0, 1.0, 1.0, 1.0), epoch=0, shuffle=True):
@@ -125,6 +137,8 @@ def test_resume(tmp_path, save_steps):
     assert rest == whole[save_steps:]
     with pytest.raises(ValueError, match="Not what the checkpoint was trained with: query_sampling_power"):
         run(tmp_path / "cut", resume=checkpoint, query_sampling_power=1.0, query_sampling_steps=20)
+    with pytest.raises(ValueError, match="Not what the checkpoint was trained with: query_weight_clip"):
+        run(tmp_path / "cut", resume=checkpoint, query_weight_clip=[0.0, 1.0], **fields)
 
 
 def test_typical_rows():
@@ -141,6 +155,13 @@ def test_typical_rows():
     assert typical_rows(longer, population, WeightRule("token_nll_ratio"), 0.4).tolist() == [0, 1, 2, 5]
 
 
+def test_typical_rows_of_a_far_tail():
+    """`snis` gives 0 to all that lie 750 nats off; the least likely of them goes, wherever it stands."""
+    queries = Queries(torch.tensor([10.0, 5000.0, 2000.0, 3000.0], dtype=torch.float64), torch.ones(4))
+    assert typical_rows(queries, queries, WeightRule("snis"), 0.25).tolist() == [0, 2, 3]
+    assert typical_rows(queries, queries, WeightRule("snis"), 0.5).tolist() == [0, 2]
+
+
 def test_training_with_the_filter(tmp_path):
     """A third of six rows goes, the least typical; s̄ and the weights are those of the other four; nothing is scored twice."""
     ids = prompt_ids(byte_tokenizer(), ROWS)
@@ -153,7 +174,8 @@ def test_training_with_the_filter(tmp_path):
     expected = weights_of(reference, [ids[row] for row in kept])
     assert trainer.train_dataset["query_weight"] == pytest.approx([expected[ids[row]] for row in kept], rel=1e-4)
     ((_, report),) = trainer.scoring_reports
-    assert (report.rows, report.dropped, report.scored, report.reused) == (4, 2, 0, 4)
+    assert (report.rows, report.dropped, report.atypical, report.scored, report.reused) == (4, 0, 2, 0, 4)
+    assert "0 dropped as too long, 2 as atypical" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +198,20 @@ def test_a_stream_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, dataset=dataset, query_drop_quantile=0.1)
     with pytest.raises(
         ValueError, match="query_drop_quantile needs every row's likelihood before training, and these rows are"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"query_drop_quantile": 0.1}, {"query_sampling_power": 1.0, "query_sampling_steps": 3}]
+)
+def test_a_stream_with_columns_is_refused(tmp_path, fields):
+    """Neither would do anything to it."""
+    mapped = DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), make_config(tmp_path))(prompts_dataset(ROWS))
+    trainer = make_trainer(tmp_path, dataset=mapped.to_iterable_dataset(), **fields)
+    name = next(iter(fields))
+    with pytest.raises(
+        ValueError, match=f"{name} needs every row's likelihood before training, and this is a stream that"
     ):
         trainer.train()
 

@@ -192,6 +192,28 @@ def test_a_scheme_of_ones_own(tmp_path):
         weights([2.0], scheme=f"{path}:two")
 
 
+@pytest.mark.parametrize("body, message", [("[1.0, 1.0]", "returned a list, not a torch.Tensor"),
+                                           ("queries.nll * float('nan')", "gives query 0, of 2.0 nats, the weight nan")])  # fmt: skip
+def test_what_a_scheme_of_ones_own_must_return(tmp_path, body, message):
+    """The message is about the scheme; a clip would not help."""
+    path = tmp_path / "schemes.py"
+    path.write_text(f"def mine(queries, population, rule):\n    return {body}\n")
+    with pytest.raises(ValueError, match=f"mine' {message}") as error:
+        weights([2.0, 8.0], scheme=f"{path}:mine")
+    assert "query_weight_clip" not in str(error.value)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_nothing_to_be_relative_to(scheme, normalize):
+    """With an empty population every query weighs 1: prompts of one token, and one that has a likelihood."""
+    nobody = queries([], [])
+    rule = {"scheme": scheme, "normalize": normalize, "floor": 0.1, "clip": (0.0, 4.0)}
+    scored = torch.tensor([False, False])
+    assert weights([0.0, 0.0], tokens=[0, 0], population=nobody, scored=scored, **rule) == [1.0, 1.0]
+    assert weights([3.0], tokens=[2], population=nobody, **rule) == [1.0]
+
+
 def test_effective_sample_size():
     """(Σw)²/(N Σw²): 1 for equal weights, 1/N for one alone, 25/26 of 1 and 1.5."""
     assert effective_sample_fraction(torch.tensor([0.7, 0.7, 0.7])) == pytest.approx(1.0)

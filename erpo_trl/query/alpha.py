@@ -35,7 +35,12 @@ class AdaptiveAlpha:
         self._sum, self._weight = 0.0, 0.0
 
     def update(self, drift: float) -> float:
-        """Take in the R̂ of one optimizer step, nats, and return the α of the next."""
+        """Take in the R̂ of one optimizer step, nats, and return the α of the next.
+
+        A step whose R̂ is no finite number, as fp16 makes now and then, leaves α alone: in the average it would stay for good.
+        """
+        if not math.isfinite(drift):
+            return self.alpha
         self._sum = self.decay * self._sum + (1 - self.decay) * drift
         self._weight = self.decay * self._weight + (1 - self.decay)
         self.alpha = dual_ascent(self.alpha, self._sum / self._weight, self.target, self.rate, self.bounds)

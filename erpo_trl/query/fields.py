@@ -94,6 +94,10 @@ class QueryFields:
             `erpo_trl/reference` in the Hugging Face cache (`HF_HOME`).
         reference_batch_tokens (`int`, *optional*, defaults to `16384`):
             Token budget of one forward of the scoring pass, padding included.
+        query_log_steps (`int`, *optional*, defaults to `50`):
+            Every so many optimizer steps, and at the end, write the queries of the steps since to `output_dir/queries` (drift,
+            weight, NLL of the query and of its responses; read by `erpo-trl report`), and send their histograms and the run's
+            curves to the trackers in `report_to`. 0: neither.
     """
 
     # Fields without a default of their own that presets may set -> what holds where they do not
@@ -185,6 +189,13 @@ class QueryFields:
         default=16384,
         metadata={"help": "Token budget of one forward of the scoring pass, padding included."},
     )
+    query_log_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Optimizer steps between writing the queries seen to output_dir/queries and sending histograms and "
+            "plots to report_to; 0: never."
+        },
+    )
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
@@ -216,6 +227,7 @@ class QueryFields:
         self._check_weights()
         self._check_references()
         require_whole("reference_batch_tokens", self.reference_batch_tokens, "tokens")
+        require_steps("query_log_steps", self.query_log_steps)
         if self.reference_cache_dir is not None:
             if not isinstance(self.reference_cache_dir, (str, os.PathLike)):
                 raise ValueError(f"reference_cache_dir must be a path, found {self.reference_cache_dir!r}.")
@@ -334,10 +346,6 @@ class GenerationFields(QueryFields):
             Measure the Policy-KL on the current batch every so many optimizer steps, the first included (metric `policy/kl`),
             in one forward of the reference: the base model under a fresh LoRA adapter, else a frozen copy, which stays in
             memory. 0: never. With `beta` above 0 TRL logs it in every step (metric `kl`).
-        query_log_steps (`int`, *optional*, defaults to `50`):
-            Every so many optimizer steps, and at the end, write the queries of the steps since to `output_dir/queries` (drift,
-            weight, NLL of the query and of its responses; read by `erpo-trl report`), and send their histograms and the run's
-            curves to the trackers in `report_to`. 0: neither.
         save_steps (`int`, *optional*):
             As in transformers, but a multiple of the optimizer steps that one generation batch spans; the default, 500, is
             rounded up to one.
@@ -363,13 +371,6 @@ class GenerationFields(QueryFields):
     log_policy_kl_steps: int = field(
         default=0, metadata={"help": "Measure the Policy-KL every so many steps; 0: never."}
     )
-    query_log_steps: int = field(
-        default=50,
-        metadata={
-            "help": "Optimizer steps between writing the queries seen to output_dir/queries and sending histograms and "
-            "plots to report_to; 0: never."
-        },
-    )
     max_prompt_length: int | None = field(
         default=None,
         metadata={
@@ -383,10 +384,9 @@ class GenerationFields(QueryFields):
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name), unit)
         self._check_sampling()
-        for name in ("log_policy_kl_steps", "query_log_steps"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be a whole number of steps >= 0, found {getattr(self, name)!r}.")
-        if not 0 <= number("reference_nll_decay", self.reference_nll_decay) < 1:
+        require_steps("log_policy_kl_steps", self.log_policy_kl_steps)
+        self.reference_nll_decay = number("reference_nll_decay", self.reference_nll_decay)
+        if not 0 <= self.reference_nll_decay < 1:
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         self._check_save_steps()
 
@@ -459,6 +459,12 @@ def require_whole(name: str, value, unit: str) -> None:
     """Raise for anything but a whole number >= 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of {unit} >= 1, found {value!r}.")
+
+
+def require_steps(name: str, value) -> None:
+    """Raise for anything but a whole number >= 0."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} must be a whole number of steps >= 0, found {value!r}.")
 
 
 def _pair(name: str, value) -> list[float]:

@@ -108,6 +108,7 @@ class PairReader(QueryReader):
         for name, value in outputs.items():
             if isinstance(value, Tensor) and value.shape == unlabelled.shape:
                 outputs[name] = value.masked_fill(unlabelled, 0)
+        self.completion_logps = outputs.log_probs  # (2N, L-1), 0 on other tokens
         if self.weight is not None and outputs.log_probs.requires_grad:
             weight = self.weight.repeat(2).unsqueeze(1)
             outputs.log_probs.register_hook(lambda grad: grad * weight.to(grad.dtype))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import xxhash
 from datasets import IterableDataset
+from torch import Tensor
 
 from .checks import refuse_unsupported
 from .likelihood import PairReader, QueryReader
@@ -142,6 +143,12 @@ class PreferenceMixin(QueryRegularizerMixin):
         if isinstance(loss, tuple):  # with return_outputs
             return super()._regularized(loss[0], inputs, reader), *loss[1:]
         return super()._regularized(loss, inputs, reader)
+
+    def _responses(self, inputs: dict, reader: QueryReader) -> tuple[Tensor, Tensor]:
+        """(N,) means over chosen and rejected, the two responses of a pair."""
+        nll = -reader.completion_logps.detach().sum(-1)
+        tokens = inputs["completion_mask"][:, 1:].sum(-1).float()
+        return tuple(column.view(2, -1).mean(0) for column in (nll, tokens))
 
     def _compute_loss(self, model, inputs, return_outputs):
         return super()._compute_loss(model, _without_columns(inputs), return_outputs)

@@ -146,8 +146,8 @@ class PreparedReferenceMixin(ResumeMixin):
                 self._warn_of_few_effective(report.weight_ess, "training set")
             elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
                 self._score_on_arrival(known)
-            elif self._others is not None and self.train_dataset is not None:
-                raise ValueError("query_references needs a map-style training set, found a stream: unset it.")
+            elif self.train_dataset is not None:
+                self._refuse_what_needs_all_rows("this is a stream that was mapped beforehand", "a map-style data set")
             if isinstance(self.train_dataset, Dataset):
                 self._warn_of_left_over_rows()
             if isinstance(self.eval_dataset, dict):
@@ -165,7 +165,7 @@ class PreparedReferenceMixin(ResumeMixin):
         rule, share = WeightRule.of(self.args), self.args.query_drop_quantile
         kept = typical_rows(report.queries, report.population, rule, share).tolist()
         self.train_dataset = self.dataset_mapper(self.train_dataset.select(kept))
-        self.dataset_mapper.report.dropped += rows - len(kept)
+        self.dataset_mapper.report.dropped, self.dataset_mapper.report.atypical = report.dropped, rows - len(kept)
         logger.info(f"query_drop_quantile={share:g}: {rows - len(kept)} of {rows} rows left out, the least typical.")
 
     def _get_train_sampler(self, dataset=None):
@@ -185,13 +185,10 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _score_on_arrival(self, resumed: bool) -> None:
         """Have training rows scored as they arrive: s̄ from a sample, or a running mean."""
-        mapper, args = self.dataset_mapper, self.args
-        for name in ("query_sampling_power", "query_drop_quantile", "query_references"):
-            if getattr(args, name):
-                raise ValueError(
-                    f"{name} needs every row's likelihood before training, and these rows are scored as they arrive: unset "
-                    "it, or give the trainer a map-style data set without reference_sample_size."
-                )
+        mapper = self.dataset_mapper
+        self._refuse_what_needs_all_rows(
+            "these rows are scored as they arrive", "a map-style data set without reference_sample_size"
+        )
         reference = self._stand_by("Rows that are scored as they arrive need", resumed)
         self.train_dataset = self._without_long_prompts(self.train_dataset)
         sample = self.args.reference_sample_size
@@ -200,6 +197,13 @@ class PreparedReferenceMixin(ResumeMixin):
             self._population = mapper.report.population
         means = self._resumed_means or RunningMeans(self.args.reference_nll_decay)
         self._arrival = ArrivingReference(mapper, self.accelerator, reference, self._population or means)
+
+    def _refuse_what_needs_all_rows(self, found: str, wanted: str) -> None:
+        for name in ("query_sampling_power", "query_drop_quantile", "query_references"):
+            if getattr(self.args, name):
+                raise ValueError(
+                    f"{name} needs every row's likelihood before training, and {found}: unset it, or give the trainer {wanted}."
+                )
 
     def _stand_by(self, purpose: str, resumed: bool) -> StandbyReference:
         """The reference at hand while training, one for all who need it."""
@@ -302,15 +306,6 @@ class PreparedReferenceMixin(ResumeMixin):
         columns = {**REFERENCE_FEATURES, **(SEVERAL_FEATURES if self.args.query_references is not None else {})}
         missing = [name for name in columns if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
-
-    def _warn_of_few_effective(self, share: float, of: str) -> None:
-        if self._few_effective or not share < 0.5:
-            return
-        self._few_effective = True
-        logger.warning(
-            f"query_weight={self.args.query_weight!r} leaves an effective sample size of {share:.0%} of the {of}: most of it "
-            "hardly teaches. Tighten query_weight_clip, set query_weight_floor, or use another scheme."
-        )
 
 
 def _carries_columns(dataset) -> bool:

@@ -77,6 +77,7 @@ class ScoringReport:
         unscorable: rows of one token, which has no likelihood.
         spanless: rows of more tokens, none of which is in their span.
         dropped: rows left out because their prompt is too long.
+        atypical: rows left out by `query_drop_quantile`.
         forwards: forwards of the model on this process.
         mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
         weight_ess: effective sample size of the weights, as a share of the rows.
@@ -91,6 +92,7 @@ class ScoringReport:
     unscorable: int = 0
     spanless: int = 0
     dropped: int = 0
+    atypical: int = 0
     forwards: int = 0
     mean_nll: float = float("nan")
     weight_ess: float = float("nan")
@@ -100,8 +102,8 @@ class ScoringReport:
     def __str__(self) -> str:
         return (
             f"Reference of {self.rows} rows: {self.scored} queries scored, {self.reused} reused, {self.duplicates} "
-            f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long; mean NLL "
-            f"{self.mean_nll:.3f} nats, effective sample size of the weights {self.weight_ess:.0%}"
+            f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long"
+            f"{f', {self.atypical} as atypical' if self.atypical else ''}; mean NLL {self.mean_nll:.3f} nats, effective sample size of the weights {self.weight_ess:.0%}"
         )
 
 

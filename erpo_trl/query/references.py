@@ -58,6 +58,8 @@ def parse_references(value) -> tuple[ReferenceSpec, ...]:
     specs = []
     for name, entry in value.items():
         entry = entry if isinstance(entry, dict) else {"weight": entry}
+        if not isinstance(name, str):
+            raise ValueError(f"query_references has the name {name!r}: names must be text.")
         unknown = sorted(set(entry) - {"weight", "model", "table"})
         sources = [key for key in ("model", "table") if entry.get(key) is not None]
         if unknown:
@@ -71,6 +73,9 @@ def parse_references(value) -> tuple[ReferenceSpec, ...]:
                     else "either model or table."
                 )
             )
+        for key in sources:
+            if not isinstance(entry[key], str):
+                raise ValueError(f"query_references[{name!r}]: {key} must be text, found {entry[key]!r}.")
         try:
             weight = float(entry.get("weight", math.nan))
         except (TypeError, ValueError):
@@ -201,6 +206,7 @@ class OtherReferences:
         if spec.table is not None:
             if not Path(spec.table).is_dir():
                 raise ValueError(f"query_references[{spec.name!r}]: there is no table {spec.table}.")
+            self._check_temperature(spec)
             table = ReferenceTable(spec.table)
             keys = [query_key(ids) for ids in self.mapper.all_ids(dataset.with_format(None))]
             missing = [row for row in np.flatnonzero(~table.contains(keys)) if tokens[row]]
@@ -242,6 +248,18 @@ class OtherReferences:
         del model, mapper
         gc.collect()
         return logps
+
+    def _check_temperature(self, spec: ReferenceSpec) -> None:
+        """Raise for a table whose log-probs were read at another temperature than the policy's are."""
+        path = Path(spec.table) / "reference.json"
+        if not path.is_file():
+            return  # a table that nobody described
+        found, wanted = json.loads(path.read_text())["head"]["temperature"], self.mapper.config.temperature
+        if found != wanted:
+            raise ValueError(
+                f"query_references[{spec.name!r}]: the table {spec.table} was scored with temperature={found}, this run has "
+                f"{wanted}: log-probs of the two cannot be compared. Score it again (erpo-trl score --temperature {wanted})."
+            )
 
 
 def load_reference(name: str, init_kwargs: dict, device: torch.device, sharded: bool) -> torch.nn.Module:

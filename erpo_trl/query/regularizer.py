@@ -322,11 +322,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         metrics = self._query_metrics[mode]
         nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
         ref_nll = -torch.where(reader.mask, inputs["ref_query_logps"], 0.0).sum(-1)
-        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        response_nll = -torch.where(counted > 0, reader.completion_logps.detach(), 0.0).sum(-1)
         columns = (
             *(inputs["query_owner"], divergence, nll, nll - ref_nll, penalty, inputs["query_weight"]),
-            *(reader.mask.sum(-1), response_nll, counted.sum(-1)),
+            *(reader.mask.sum(-1), *self._responses(inputs, reader)),
         )
         metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
         if len(metrics.pending) == metrics.micro_batches:
@@ -335,6 +333,12 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             drift = metrics.close(self.accelerator.gather(rows).view(ranks, -1, len(columns)).cpu().numpy())
             if self.adaptive_alpha is not None and mode == "train" and drift is not None:
                 self.adaptive_alpha.update(drift)
+
+    def _responses(self, inputs: dict, reader: QueryReader) -> tuple[Tensor, Tensor]:
+        """(B,) NLL in nats and (B,) tokens in the loss of each row's response."""
+        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        nll = -torch.where(counted > 0, reader.completion_logps.detach(), 0.0).sum(-1)
+        return nll, counted.sum(-1)
 
     def log(self, logs, start_time=None):
         mode = "train" if self.model.training else "eval"

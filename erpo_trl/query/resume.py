@@ -192,7 +192,9 @@ class ResumeMixin:
 
     def _order_settings(self) -> dict:
         """Settings that say in which order the rows come."""
-        names = ("seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps")
+        names = ["seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps"]
+        if getattr(self.args, "query_sampling_power", 0):  # rows are drawn by their weights
+            names += ["query_weight", "query_weight_clip", "query_weight_floor", "query_weight_beta"]
         return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
 
     def erpo_state(self) -> dict:

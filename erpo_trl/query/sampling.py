@@ -22,9 +22,10 @@ def draw(weights: np.ndarray, size: int, power: float, generator: np.random.Gene
     Returns: (size,) indices in the order drawn.
     Source: the Gumbel-top-k trick (Vieira 2014; Kool et al., arXiv 1903.06059).
     """
+    impossible = weights == 0
+    keys = power * np.log(np.where(impossible, 1.0, weights)) + generator.gumbel(size=len(weights))
     # A weight of 0 comes after all others, whatever κ
-    keys = power * np.log(np.maximum(weights, 1e-30)) + generator.gumbel(size=len(weights))
-    return np.argsort(-keys, kind="stable")[:size]
+    return np.lexsort((-keys, impossible))[:size]
 
 
 class CurriculumSampler(RepeatSampler):
@@ -72,12 +73,13 @@ def typical_rows(queries: Queries, population: Queries, rule: WeightRule, share:
     """Rows that are left when a share of those with a likelihood, the least typical, is taken out.
 
     Args: queries: (N,) rows, tokens 0 where there is no likelihood, which stay; rule: its scheme's raw weight, unclipped, says
-        who is typical, and of equals the first rows stay; share: in [0, 1).
+        who is typical, and of equals (a far tail of `snis` is 0) the likelier, then the first rows stay; share: in [0, 1).
     Returns: (M,) indices, ascending.
     """
     scored = torch.nonzero(queries.tokens > 0).squeeze(1)
     raw = weight_scheme(rule.scheme)(Queries(*(column[scored] for column in queries)), population, rule)
-    order = torch.argsort(raw, descending=True, stable=True)
+    likelier = torch.argsort(queries.nll[scored], stable=True)
+    order = likelier[torch.argsort(raw[likelier], descending=True, stable=True)]
     dropped = scored[order[len(scored) - int(share * len(scored)) :]]
     kept = torch.ones(len(queries.nll), dtype=torch.bool)
     kept[dropped] = False

@@ -141,7 +141,7 @@ def query_weights(queries: Queries, population: Queries, rule: WeightRule, score
     Args:
         queries: (N,) those to weight.
         population: (M,) those that weights are relative to, all scored: the training set's, or the distinct ones of an
-            optimizer step. Where it is empty, no query is scored.
+            optimizer step. Where it is empty, every query weighs 1.
         rule: see `WeightRule`.
         scored: (N,) False for a query without likelihood, as one of one token, which weighs 1. Default: all True.
 
@@ -150,20 +150,27 @@ def query_weights(queries: Queries, population: Queries, rule: WeightRule, score
 
     Raises:
         ValueError: a weight is not finite, which for a ratio needs s(q) = 0 and no upper clip; or a scheme of one's own
-            returned another shape.
+            returned something else than (N,) finite numbers.
 
     Source: ERPO (arXiv 2608.23311) section 4.2; clip [0, 2].
     """
+    if not len(population.nll):
+        return torch.ones_like(queries.nll)
     raw = _bounded(queries, population, rule)
-    if rule.normalize and len(population.nll):
+    if rule.normalize:
         raw = raw / _bounded(population, population, rule).mean()
     if scored is not None:
         raw = torch.where(scored, raw, torch.ones_like(raw))
     if not torch.isfinite(raw).all():
         row = int((~torch.isfinite(raw)).nonzero()[0])
+        nll = queries.nll[row].item()
+        if nll == 0 and rule.scheme in WEIGHT_SCHEMES:
+            raise ValueError(
+                f"query {row} has an NLL of {nll} nats, so its weight has no bound: set query_weight_clip to a finite upper end"
+            )
         raise ValueError(
-            f"query {row} has an NLL of {queries.nll[row].item()} nats, so its weight has no bound: set query_weight_clip to a "
-            "finite upper end"
+            f"query_weight={rule.scheme!r} gives query {row}, of {nll} nats, the weight {raw[row].item()}: weights must be "
+            "finite numbers"
         )
     return raw
 
@@ -171,6 +178,8 @@ def query_weights(queries: Queries, population: Queries, rule: WeightRule, score
 def _bounded(queries: Queries, population: Queries, rule: WeightRule) -> Tensor:
     """The scheme's weights, clipped, with the floor."""
     raw = weight_scheme(rule.scheme)(queries, population, rule)
+    if not isinstance(raw, Tensor):
+        raise ValueError(f"query_weight={rule.scheme!r} returned a {type(raw).__name__}, not a torch.Tensor")
     if raw.shape != queries.nll.shape:
         raise ValueError(
             f"query_weight={rule.scheme!r} returned weights of shape {tuple(raw.shape)} for {len(queries.nll)} queries"
