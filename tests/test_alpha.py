@@ -28,7 +28,7 @@ from helpers import (
     weights_of,
 )
 
-from erpo_trl.query.alpha import AdaptiveAlpha, dual_ascent, hinge
+from erpo_trl.query.alpha import AdaptiveAlpha, drift_error, dual_ascent, hinge
 
 WIDE = (1e-6, 1e6)
 
@@ -39,19 +39,29 @@ WIDE = (1e-6, 1e6)
 )
 def test_one_step(drift, factor):
     """log α moves by rate · (R̂/target - 1), at most by the rate: down where there is no drift, not at all on target."""
-    assert dual_ascent(0.5, drift, 0.02, 0.1, WIDE) == pytest.approx(0.5 * factor)
+    assert dual_ascent(0.5, drift_error(drift, 0.02), 0.1, WIDE) == pytest.approx(0.5 * factor)
 
 
 def test_bounds():
     """Neither end is passed, and α leaves it at once when the drift turns."""
-    assert dual_ascent(1.0, 9.0, 0.02, 0.1, (1e-3, 1.0)) == 1.0
-    assert dual_ascent(1e-3, 0.0, 0.02, 0.1, (1e-3, 1.0)) == 1e-3
-    assert dual_ascent(1.0, 0.0, 0.02, 0.1, (1e-3, 1.0)) == pytest.approx(math.exp(-0.1))
+    assert dual_ascent(1.0, 1.0, 0.1, (1e-3, 1.0)) == 1.0
+    assert dual_ascent(1e-3, -1.0, 0.1, (1e-3, 1.0)) == 1e-3
+    assert dual_ascent(1.0, -1.0, 0.1, (1e-3, 1.0)) == pytest.approx(math.exp(-0.1))
+    controller = AdaptiveAlpha(1.0, 0.02, rate=0.1, gain=5.0, bounds=(1e-3, 2.0), decay=0.0)
+    assert controller.update(9.0) == 2.0 and controller.multiplier == pytest.approx(math.exp(0.1))
+
+
+def test_damping():
+    """α is the multiplier times e^(gain · error): at three halves of the target e^(0.05 + 1) with rate 0.1 and gain 2."""
+    controller = AdaptiveAlpha(1.0, 0.02, rate=0.1, gain=2.0, bounds=WIDE, decay=0.0)
+    assert controller.update(0.03) == pytest.approx(math.exp(0.05 + 1.0))
+    # Back on target the damping is gone and the multiplier stays
+    assert controller.update(0.02) == pytest.approx(math.exp(0.05))
 
 
 def test_average():
     """The first drift counts whole; then an exponential moving average, corrected for its start."""
-    controller = AdaptiveAlpha(1.0, target=0.1, rate=0.1, bounds=WIDE, decay=0.5)
+    controller = AdaptiveAlpha(1.0, target=0.1, rate=0.1, gain=0.0, bounds=WIDE, decay=0.5)
     assert controller.update(0.1) == 1.0
     # (0.5 · 0.1 + 1 · 0.4) / 1.5 = 0.3, three times the target: clipped to one rate
     assert controller.update(0.4) == pytest.approx(math.exp(0.1))
@@ -68,7 +78,7 @@ def drift_of(alpha: float, drift: float, push: float) -> float:
 @pytest.mark.parametrize("start", [1e-3, 0.1, 5.0])
 def test_step_response(start):
     """From far on either side the drift settles within 25% of the target, and again after the push has tripled."""
-    controller, drift, seen = AdaptiveAlpha(start, 0.02, 0.1, WIDE, 0.9), 0.0, []
+    controller, drift, seen = AdaptiveAlpha(start, 0.02, 0.05, 2.0, WIDE, 0.9), 0.0, []
     for step in range(900):
         drift = drift_of(controller.alpha, drift, 0.002 if step < 450 else 0.006)
         controller.update(drift)
@@ -82,18 +92,18 @@ def test_step_response(start):
 @pytest.mark.parametrize("drift", [math.nan, math.inf])
 def test_a_step_that_is_no_number_changes_nothing(drift):
     """A forward that overflows once (fp16 skips such steps) leaves α and its average as they were."""
-    hit, spared = (AdaptiveAlpha(0.1, 0.02, 0.1, WIDE, 0.9) for _ in range(2))
+    hit, spared = (AdaptiveAlpha(0.1, 0.02, 0.05, 2.0, WIDE, 0.9) for _ in range(2))
     assert hit.update(0.03) == spared.update(0.03) == hit.update(drift)
     assert hit.update(0.01) == spared.update(0.01)
 
 
 def test_resume_goes_on_where_it_stopped():
     """A controller restored from its state gives the same α's as one that was never interrupted."""
-    whole = AdaptiveAlpha(0.1, 0.02, 0.1, WIDE, 0.9)
+    whole = AdaptiveAlpha(0.1, 0.02, 0.05, 2.0, WIDE, 0.9)
     drifts = [0.01 * (1 + math.sin(step)) for step in range(40)]
     for drift in drifts[:20]:
         whole.update(drift)
-    resumed = AdaptiveAlpha(0.1, 0.02, 0.1, WIDE, 0.9)
+    resumed = AdaptiveAlpha(0.1, 0.02, 0.05, 2.0, WIDE, 0.9)
     resumed.restore(whole.state())
     assert [whole.update(x) for x in drifts[20:]] == [resumed.update(x) for x in drifts[20:]]
 
@@ -126,7 +136,7 @@ def run(tmp_path, model, resume=None, **fields):
 def test_trainer_follows_the_rule(tmp_path):
     """The logged α of each step is the rule applied to the logged drifts so far, the penalty α · R̂ of the α before it."""
     trainer, _ = run(tmp_path, tiny_model("llama"), query_kl_target=1e-3, max_steps=5, query_kl_ema=0.5)
-    controller = AdaptiveAlpha(0.5, 1e-3, 0.1, (1e-4, 10.0), 0.5)
+    controller = AdaptiveAlpha(0.5, 1e-3, 0.05, 2.0, (1e-4, 10.0), 0.5)
     drifts, alphas, losses = (logged(trainer, f"query/{name}") for name in ("kl", "alpha", "loss"))
     assert max(drifts) > 1e-3 > min(drifts)
     for drift, alpha, loss in zip(drifts, alphas, losses, strict=True):

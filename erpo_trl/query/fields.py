@@ -45,14 +45,16 @@ class QueryFields:
         query_kl_length_normalize (`bool`, *optional*, defaults to `False`):
             With `"sequence"`: estimator on the mean of x over the query's scored tokens.
         query_kl_target (`float`, *optional*):
-            Drift R̂ to hold, in the estimator's nats: α adapts, from `query_kl_coef` on, by dual ascent on log α, once per
-            optimizer step, and is kept in checkpoints. See `query/alpha.py`.
+            Drift R̂ to hold, in the estimator's nats: α adapts, from `query_kl_coef` on, by damped dual ascent on log α, once
+            per optimizer step, and is kept in checkpoints. See `query/alpha.py`.
         query_kl_hinge (`bool`, *optional*, defaults to `False`):
             With `query_kl_target`: α stays, and a query is penalized only for the drift above the target.
         query_kl_coef_range (`list[float]`, *optional*, defaults to `[1e-4, 10]`):
             Lowest and highest α when it adapts.
-        query_kl_coef_rate (`float`, *optional*, defaults to `0.1`):
-            Most that log α moves in one step when it adapts; it moves so far where the drift is 0, or twice the target.
+        query_kl_coef_rate (`float`, *optional*, defaults to `0.05`):
+            When α adapts: how far log α moves in one step where the drift is 0, or twice the target and above.
+        query_kl_coef_gain (`float`, *optional*, defaults to `2.0`):
+            When α adapts: damping, in log α per unit of the drift's relative error; 0 leaves dual ascent alone, which swings.
         query_kl_ema (`float`, *optional*, defaults to `0.9`):
             Decay of the exponential moving average of R̂ that α follows, in [0, 1).
         query_span (`str`, *optional*, defaults to `"prompt"`):
@@ -135,8 +137,9 @@ class QueryFields:
         default_factory=lambda: [1e-4, 10.0], metadata={"help": "Lowest and highest alpha when it adapts."}
     )
     query_kl_coef_rate: float = field(
-        default=0.1, metadata={"help": "Most that log alpha moves in one step when it adapts."}
+        default=0.05, metadata={"help": "Most that log alpha moves in one step when it adapts, damping apart."}
     )
+    query_kl_coef_gain: float = field(default=2.0, metadata={"help": "Damping of an alpha that adapts."})
     query_kl_ema: float = field(
         default=0.9, metadata={"help": "Decay of the moving average of the drift that alpha follows."}
     )
@@ -246,10 +249,12 @@ class QueryFields:
         low, high = self.query_kl_coef_range
         if not 0 < low <= high < math.inf:
             raise ValueError(f"query_kl_coef_range must satisfy 0 < lowest <= highest, found {[low, high]!r}.")
-        for name in ("query_kl_coef_rate", "query_kl_ema"):
+        for name in ("query_kl_coef_rate", "query_kl_coef_gain", "query_kl_ema"):
             setattr(self, name, number(name, getattr(self, name)))
         if not 0 < self.query_kl_coef_rate < math.inf:
             raise ValueError(f"query_kl_coef_rate must be a finite number > 0, found {self.query_kl_coef_rate}.")
+        if not 0 <= self.query_kl_coef_gain < math.inf:
+            raise ValueError(f"query_kl_coef_gain must be a finite number >= 0, found {self.query_kl_coef_gain}.")
         if not 0 <= self.query_kl_ema < 1:
             raise ValueError(f"query_kl_ema must be in [0, 1), found {self.query_kl_ema}.")
         if self.query_kl_target is None:

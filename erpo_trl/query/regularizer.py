@@ -55,6 +55,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 self.args.query_kl_coef,
                 self.args.query_kl_target,
                 self.args.query_kl_coef_rate,
+                self.args.query_kl_coef_gain,
                 tuple(self.args.query_kl_coef_range),
                 self.args.query_kl_ema,
             )
