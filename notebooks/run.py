@@ -22,6 +22,8 @@ from traitlets.config import Config
 HERE = Path(__file__).resolve().parent
 # Longest that one cell may take, in seconds
 TIME_LIMIT = 1800
+# IPython's tracebacks are coloured, logs are not
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 COLAB = re.compile(r"https://colab\.research\.google\.com/github/[^)]*")
 
 
@@ -90,7 +92,7 @@ def main() -> int:
         try:
             execute(path, (options.output or path.parent) / path.name, options.fast)
         except CellExecutionError as error:
-            print(f"{path.name} no longer runs:\n{error}", file=sys.stderr)
+            print(f"{path.name} no longer runs:\n{COLOURS.sub('', str(error))}", file=sys.stderr)
             return 1
         print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
