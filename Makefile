@@ -10,7 +10,7 @@ WORKERS ?= 2
 OTHER_TRL := 1.15.0
 VLLM := .venv-vllm
 
-.PHONY: train test bench check-vllm lint format clean
+.PHONY: train test bench check-vllm lint format notebooks docs clean
 
 train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
 	$(BIN)/erpo-trl demo $(ARGS)
@@ -34,6 +34,12 @@ lint: $(READY)  ## Formatting and lint
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+notebooks: $(READY)  ## Run every notebook and keep its outputs; a quarter of an hour on two CPU cores
+	$(BIN)/python notebooks/run.py $(ARGS)
+
+docs: $(READY)  ## Build the site into build/site; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove the environment, caches and build products; runs/ stays
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache

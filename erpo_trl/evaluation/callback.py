@@ -24,9 +24,9 @@ class EvaluationCallback(TrainerCallback):
 
     Add it to the trainer that it is made with:
 
-        ```python
-        trainer.add_callback(EvaluationCallback(trainer, [load_benchmark("aime24")], temperatures=[0.6, 1.0], every=40))
-        ```
+    ```python
+    trainer.add_callback(EvaluationCallback(trainer, [load_benchmark("aime24")], temperatures=[0.6, 1.0], every=40))
+    ```
 
     Training itself is not touched: the samples come from seeds of their own, the same at every step, and the model returns to
     the mode it was in.

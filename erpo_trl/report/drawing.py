@@ -58,6 +58,9 @@ def _tiles(count: int, columns: int, width: float, height: float, **shared) -> t
     axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for axis in axes[count:]:
         axis.set_visible(False)
+    # Shared axes have their numbers in the last row, which may be hidden
+    for axis in axes[max(0, count - columns) : count]:
+        axis.tick_params(labelbottom=True)
     return figure, axes[:count]
 
 
