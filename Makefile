@@ -17,7 +17,7 @@ train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, a
 
 test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test; those on TRL's private surface against both supported releases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed" $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m distributed $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
 
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one
