@@ -238,6 +238,8 @@ class ERPODPOConfig(QueryFields, DPOConfig):
     )
 
     def __post_init__(self):
+        if self.query_weight is None:  # where the other trainers' presets would speak
+            self.query_weight = "uniform"
         super().__post_init__()
         if self.truncation_mode == "keep_end" and self.max_length is not None:
             raise ValueError(

@@ -49,6 +49,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             # Before the trackers' own callbacks: it opens the W&B run in its group
             self.callback_handler.callbacks.insert(0, QueryLog(self, self.args.query_log_steps))
         self._policy_weights = self.args.query_weight_source == "policy" and self.args.query_weight != "uniform"
+        self._used_alpha = self.args.query_kl_coef  # of the last loss
         self.adaptive_alpha: AdaptiveAlpha | None = None
         if self.args.query_kl_target is not None and not self.args.query_kl_hinge:
             self.adaptive_alpha = AdaptiveAlpha(
@@ -282,6 +283,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     def _regularized(self, loss, inputs: dict, reader: QueryReader):
         """TRL's loss with the penalty of the queries that were read in its forward; keeps their statistics."""
         alpha, share = self.query_alpha, inputs["query_share"]
+        self._used_alpha = alpha
         logps = reader.logps if alpha > 0 else reader.logps.detach()
         divergence = self._divergence(logps, reader.mask, inputs)
         penalized = hinge(divergence, self.args.query_kl_target) if self.args.query_kl_hinge else divergence
@@ -349,7 +351,8 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         if moved is not None:
             self._metrics[mode]["policy/kl"] = [moved]
         if "query/kl" in self._metrics[mode]:
-            self._metrics[mode]["query/alpha"] = [self.query_alpha]
+            # Of the step just made, as `query/loss` is; an α that adapts has moved on
+            self._metrics[mode]["query/alpha"] = [self._used_alpha]
             mean = self._mean_nll
             if mean is not None:
                 self._metrics[mode]["query/ref_nll_mean"] = [mean]
