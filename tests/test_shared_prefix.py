@@ -350,10 +350,21 @@ def layout_of(prompt: int, completion: int, rows: int = 8):
 def test_auto_on_a_cpu(prompt, completion, expected):
     """Eight layers of hidden size 512 and eight heads, for which the forward was timed: 3.2, 4.1, 1.4 and 0.79 times as fast."""
     token, pair = 8 * 2 * 12 * 512**2, 8 * 4 * 512
-    assert pays(layout_of(prompt, completion), token, pair, "cpu") == expected
+    assert pays(layout_of(prompt, completion), token, pair, "cpu", "sdpa") == expected
 
 
-def test_dense_masks_cost_more_on_accelerators():
+@pytest.mark.parametrize("device, attention", [("cpu", "eager"), ("cuda", "sdpa"), ("cuda", "eager")])
+def test_where_a_mask_costs_more(device, attention):
     token, pair = 8 * 2 * 12 * 512**2, 8 * 4 * 512
-    assert pays(layout_of(512, 64), token, pair, "cuda")
-    assert not pays(layout_of(128, 128), token, pair, "cuda")
+    assert pays(layout_of(256, 32), token, pair, device, attention)
+    assert not pays(layout_of(128, 128), token / 2, pair, device, attention)
+
+
+def test_cost_by_hand():
+    """Eight rows of 6 tokens against one of 4 + 16, a pair costs 1 and a token t: 48 t + 0.8 · 288 against 20 t + 1.3 · 400. The
+    edge is where a tenth is saved."""
+    layout = layout_of(4, 2)
+    assert layout.source.shape == (1, 20) and layout.place.shape == (8, 6)
+    edge = (1.3 * 400 - 0.9 * 0.8 * 288) / (0.9 * 48 - 20)
+    assert pays(layout, edge + 0.01, 1.0, "cpu", "sdpa")
+    assert not pays(layout, edge - 0.01, 1.0, "cpu", "sdpa")

@@ -1,7 +1,6 @@
 """Training with `shared_prefix="on"` is training without it, up to rounding."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -12,16 +11,16 @@ from helpers import (
     lora_model,
     make_config,
     make_trainer,
+    prompts_dataset,
     tiny_model,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.utils import logging as transformers_logging
 
-from erpo_trl import ERPOConfig, ERPORLOOTrainer, ERPOTrainer
+from erpo_trl import ERPORLOOTrainer, ERPOTrainer
 from erpo_trl.forward.mixin import SharedPrefixMixin
 from erpo_trl.forward.regroup import order_by_query, regroup
-from erpo_trl.train import make_parser
+from erpo_trl.train import parse
 
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4}
 ACCUMULATION = GROUPS | {"gradient_accumulation_steps": 4}
@@ -39,9 +38,10 @@ LAYOUTS = {
     "bnpo": ACCUMULATION | {"loss_type": "bnpo"},
     "entropy_bonus": ACCUMULATION | {"entropy_coef": 0.1},
     "high_entropy_tokens": ACCUMULATION | {"top_entropy_quantile": 0.5},
-    "policy_kl": ACCUMULATION | {"beta": 0.1},
     "policy_weights": ACCUMULATION | {"query_weight_source": "policy"},
-    "trust_region": ACCUMULATION | {"trust_region": "drpo", "trust_region_delta": 0.5, "num_iterations": 2},
+    "trust_region": ACCUMULATION
+    | {"trust_region": "drpo", "trust_region_delta": 0.5, "num_iterations": 2}
+    | {"trust_region_check_rollout": False},
     "one_row_a_group": {"num_generations": 4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     "masked_rows": ACCUMULATION | {"mask_truncated_completions": True, "max_completion_length": 4},
 }
@@ -60,10 +60,10 @@ def packed_tokens(trainer):
     return seen
 
 
-def run(tmp_path, model, mode, cls=ERPOTrainer, **settings):
+def run(tmp_path, model, mode, cls=ERPOTrainer, lengths=(3, 5, 2, 4), **settings):
     settings = {"query_kl_coef": 0.1, "learning_rate": 5e-2, "max_steps": 4} | settings
     trainer = make_trainer(
-        tmp_path / mode, model=model, cls=cls, rollout=fixed_rollouts(), shared_prefix=mode, **settings
+        tmp_path / mode, model=model, cls=cls, rollout=fixed_rollouts(lengths), shared_prefix=mode, **settings
     )
     recorder = Recorder().attach(trainer)
     tokens = packed_tokens(trainer)
@@ -107,8 +107,27 @@ def test_on_follows_off_with_lora(tmp_path, checkpointing):
     assert_same_training(tmp_path, model, gradient_checkpointing=checkpointing, **ACCUMULATION)
 
 
+def test_in_bfloat16(tmp_path):
+    """Autocast: rounding is coarser, and the comparison at the first forward allows for it."""
+    losses = []
+    for mode in ("off", "on"):
+        trainer, _, tokens = run(tmp_path, tiny_model("qwen2"), mode, bf16=True, max_steps=2, **ACCUMULATION)
+        losses.append(logged(trainer, "query/nll"))
+    assert trainer._shares_prefix and trainer.accelerator.mixed_precision == "bf16"
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
 def test_rloo(tmp_path):
     assert_same_training(tmp_path, tiny_model("qwen2"), cls=ERPORLOOTrainer, **ACCUMULATION)
+
+
+def test_reference_of_trl(tmp_path):
+    """Its forwards share prompts too, and only with its own weights."""
+    tiny_model("qwen2").save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    on, _ = assert_same_training(tmp_path, model, beta=0.1, **ACCUMULATION)
+    assert on._checked == {id(on.model), id(on.ref_model)}
+    assert logged(on, "kl")[-1] > 0
 
 
 def test_off_is_off(tmp_path):
@@ -117,21 +136,14 @@ def test_off_is_off(tmp_path):
     assert trainer.args.shared_prefix == "off" and not trainer._shares_prefix
 
 
-def test_auto_shares_where_it_pays(tmp_path):
-    """In so small a model attention is most of the work: prompts as long as the completions do not pay, long ones do."""
-    data_of = {
-        "long": ["the sum of all numbers from 1 to 9 is what number? " + end for end in "abcdefgh"],
-        "short": list("abcdefgh"),
-    }
-    from helpers import prompts_dataset
-
-    for name, prompts in data_of.items():
-        sizes = []
-        for mode in ("off", "auto"):
-            dataset = prompts_dataset(prompts)
-            _, _, tokens = run(tmp_path / name, tiny_model("qwen2"), mode, dataset=dataset, max_steps=1, **GROUPS)
-            sizes.append(sum(tokens))
-        assert (sizes[1] < sizes[0]) == (name == "long")
+@pytest.mark.parametrize("prompt, completion", [(50, 5), (5, 100)])
+def test_auto_shares_where_it_pays(tmp_path, prompt, completion):
+    """A prompt of 50 tokens is worth sharing among four completions of 5; one of 5 is not among four of 100."""
+    dataset = prompts_dataset([end * prompt for end in "abcdefgh"])
+    settings = {"max_steps": 1, "max_completion_length": completion, "lengths": (completion,)} | GROUPS
+    off, auto = (run(tmp_path, tiny_model("qwen2"), mode, dataset=dataset, **settings)[2] for mode in ("off", "auto"))
+    assert off == [4 * (prompt + completion)]
+    assert auto == ([prompt + 4 * completion] if prompt > completion else off)
 
 
 # ----------------------------------------------------------------------------------------------------- regrouped steps
@@ -191,19 +203,16 @@ def test_a_step_keeps_its_rows(tmp_path, layout):
 # --------------------------------------------------------------------------------------------------------- falling back
 @pytest.fixture
 def warnings(caplog):
-    transformers_logging.enable_propagation()
-    caplog.set_level(logging.WARNING)
-    yield lambda: [r.getMessage() for r in caplog.records if "shared_prefix" in r.getMessage()]
-    transformers_logging.disable_propagation()
+    return lambda: [r.getMessage() for r in caplog.records if "shared_prefix" in r.getMessage()]
 
 
 def test_window_shorter_than_a_row(tmp_path, warnings):
     """The forward is the plain one, to the bit, and one line says so."""
-    model = tiny_model("gemma2", sliding_window=8)
+    model = tiny_model("gemma2", sliding_window=4)
     runs = [run(tmp_path, copy.deepcopy(model), mode, **GROUPS)[0] for mode in ("off", "on")]
     assert logged(runs[0], "loss") == logged(runs[1], "loss")
     [line] = warnings()
-    assert "shared_prefix='on' leaves out batches with rows longer than the sliding window of 8 tokens" in line
+    assert "shared_prefix='on' leaves out batches with rows longer than the sliding window of 4 tokens" in line
 
 
 class ShiftedModel(LlamaModel):
@@ -223,7 +232,9 @@ def test_a_model_that_is_not_what_it_says_is_found_out(tmp_path, warnings):
     model.generation_config.eos_token_id = tiny_model("llama").generation_config.eos_token_id
     trainer, _, tokens = run(tmp_path, model, "on", **GROUPS)
     [line] = warnings()
-    assert line.startswith("shared_prefix='on' does nothing in this run: LlamaForCausalLM gives other log-probs when rows")
+    assert line.startswith(
+        "shared_prefix='on' does nothing in this run: LlamaForCausalLM gives other log-probs when rows"
+    )
     assert not trainer._shares_prefix
 
 
@@ -260,9 +271,11 @@ def test_the_check_leaves_no_trace(tmp_path):
 def test_yaml_switches(tmp_path, written, found):
     """YAML 1.1 reads `on` and `off` as true and false."""
     file = tmp_path / "config.yaml"
-    file.write_text(f"output_dir: {tmp_path}/run\nuse_cpu: true\nbf16: false\nshared_prefix: {written}\n")
-    *_, args = (x for x in make_parser().parse_args_and_config(["--config", str(file)]) if isinstance(x, ERPOConfig))
-    assert args.shared_prefix == found
+    keys = {"model_name_or_path": "none", "output_dir": tmp_path / "run", "use_cpu": "true", "bf16": "false"}
+    file.write_text("".join(f"{key}: {value}\n" for key, value in (keys | {"shared_prefix": written}).items()))
+    assert parse(["--config", str(file)])[1].shared_prefix == found
+    other = "off" if found == "on" else "on"
+    assert parse(["--config", str(file), "--shared_prefix", other])[1].shared_prefix == other
 
 
 def test_refused(tmp_path):

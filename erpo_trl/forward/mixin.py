@@ -80,7 +80,7 @@ class SharedPrefixMixin:
                         f"of {window} tokens, as the one of {layout.longest} now."
                     )
                 return False
-            return costs is None or pays(layout, *costs, self.accelerator.device.type)
+            return costs is None or pays(layout, *costs, self.accelerator.device.type, config._attn_implementation)
 
         with shared_prefixes(backbone, prompt_width, config._attn_implementation == "eager", wanted):
             yield

@@ -12,12 +12,12 @@ from .prefix import Layout
 # Positions that grow with the longest row of a batch, which packing changes
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-# What attention pays for one pair of tokens, in the time that the same floating-point operations take in a matrix product:
-# (a row with a causal mask at most, a row with a mask of its own). On CPUs both are about 1: counting operations alone
-# foretells the measured times. Elsewhere not measured: the causal kernels are the fastest there is and those with
-# a dense mask several times slower, so that `auto` errs towards the plain forward.
-_PAIR_COST = {"cpu": (1.0, 1.0)}
-_PAIR_COST_ELSEWHERE = (1.0, 6.0)
+# What attention pays for one pair of tokens, in the time of as many floating-point operations in a matrix product: in plain
+# rows at least (no padding, so that the kernel may leave out what is not causal), and in rows with a mask of their own. On CPUs
+# fitted to forward and backward of models of hidden size 256 and 512. Elsewhere not measured: set high for masks, whose
+# kernels are several times slower than causal ones, so that a guess costs a saving rather than time.
+_PAIR_COST = {("cpu", "sdpa"): (0.8, 1.3), ("cpu", "eager"): (1.0, 3.0)}
+_PAIR_COST_ELSEWHERE = {"sdpa": (1.0, 6.0), "eager": (1.0, 20.0)}
 # Share of the plain forward's cost that must be saved: packing itself is not free, and the count is a count
 _LEAST_SAVED = 0.1
 
@@ -89,7 +89,7 @@ def flops_per_pair(config) -> float:
     return 4.0 * head * config.num_attention_heads * config.num_hidden_layers
 
 
-def pays(layout: Layout, token: float, pair: float, device: str) -> bool:
+def pays(layout: Layout, token: float, pair: float, device: str, attention: str) -> bool:
     """Whether the packed rows cost clearly less than the plain ones.
 
     A forward of R rows of S columns costs R·S·token + R·S²·pair·c: padding and forbidden pairs cost what the others do. The
@@ -98,11 +98,11 @@ def pays(layout: Layout, token: float, pair: float, device: str) -> bool:
     Args:
         layout: of the batch.
         token, pair: see `flops_per_token`, `flops_per_pair`.
-        device: type of the device, e.g. `cuda`.
+        device: type of the device, e.g. `cuda`; attention: `sdpa` or `eager`.
     """
-    causal, masked = _PAIR_COST.get(device, _PAIR_COST_ELSEWHERE)
+    plain, masked = _PAIR_COST.get((device, attention), _PAIR_COST_ELSEWHERE[attention])
 
-    def cost(rows: int, columns: int, attention: float) -> float:
-        return rows * columns * (token + columns * pair * attention)
+    def cost(rows: int, columns: int, pair_cost: float) -> float:
+        return rows * columns * (token + columns * pair * pair_cost)
 
-    return cost(*layout.source.shape, masked) < (1 - _LEAST_SAVED) * cost(*layout.place.shape, causal)
+    return cost(*layout.source.shape, masked) < (1 - _LEAST_SAVED) * cost(*layout.place.shape, plain)
