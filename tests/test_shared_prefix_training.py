@@ -1,6 +1,7 @@
 """Training with `shared_prefix="on"` is training without it, up to rounding."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from helpers import (
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
+import erpo_trl
 from erpo_trl import ERPORLOOTrainer, ERPOTrainer
 from erpo_trl.forward.mixin import SharedPrefixMixin
 from erpo_trl.forward.regroup import order_by_query, regroup
+from erpo_trl.train import make_trainer as train_maker
 from erpo_trl.train import parse
 
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4}
@@ -144,6 +147,24 @@ def test_auto_shares_where_it_pays(tmp_path, prompt, completion):
     off, auto = (run(tmp_path, tiny_model("qwen2"), mode, dataset=dataset, **settings)[2] for mode in ("off", "auto"))
     assert off == [4 * (prompt + completion)]
     assert auto == ([prompt + 4 * completion] if prompt > completion else off)
+
+
+@pytest.mark.slow
+def test_demo_recipe_follows(tmp_path):
+    """The embedded model on its arithmetic, completions sampled by itself, step for step."""
+    recipe = Path(erpo_trl.__file__).parent / "demo" / "demo.yaml"
+    quick = ["--max_steps", "4", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "2"]
+    logs = []
+    for mode in ("off", "on"):
+        options = [*quick, "--logging_steps", "1", "--use_cpu", "true", "--output_dir", str(tmp_path / mode)]
+        trainer = train_maker(*parse(["--config", str(recipe), *options, "--shared_prefix", mode]))
+        trainer.train()
+        logs.append(trainer)
+    off, on = logs
+    assert on._shares_prefix and len(logged(on, "loss")) == 4
+    for name in ("loss", "grad_norm", "reward", "query/kl", "query/nll", "completions/mean_length"):
+        assert logged(on, name) == pytest.approx(logged(off, name), rel=1e-4, abs=1e-5), name
+    assert logged(on, "query/kl")[-1] > 1e-6
 
 
 # ----------------------------------------------------------------------------------------------------- regrouped steps
