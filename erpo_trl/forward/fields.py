@@ -17,7 +17,7 @@ class ForwardFields:
             entropies and gradients up to rounding. `"on"`: wherever two rows share a prompt; `"auto"`: where it costs fewer
             floating-point operations; `"off"`: never. Rows change places among the micro-batches of an optimizer step
             so that those of a query meet, where the step does not depend on it. Models for which it is not exact run as they do
-            without, with a line in the log.
+            without, with a line in the log. With dropout, rows that share a prompt share its draw.
     """
 
     shared_prefix: str = field(
