@@ -82,8 +82,11 @@ PRIVATE_ATTRIBUTES = {
         "epsilon_high",
         "_logs",  # what the completions table shows as advantage
         "off_policy_mask_threshold",  # taken over under a trust region
+        "aux_loss_enabled",  # these three: whether a step's gradient depends on how its rows are cut into micro-batches
+        "top_entropy_quantile",
+        "_entropy_bonus_enabled",
     ),
-    "RLOOTrainer": _SHARED_ATTRIBUTES,
+    "RLOOTrainer": (*_SHARED_ATTRIBUTES, "aux_loss_enabled"),
     "DPOTrainer": (
         "_metrics",
         "_signature_columns",

@@ -5,16 +5,18 @@ from typing import ClassVar
 
 from trl import DPOConfig, GRPOConfig, RLOOConfig
 
+from .forward.fields import ForwardFields
 from .policy.baseline import check_baseline
 from .policy.trust_region import REGIONS
 from .query.fields import GenerationFields, QueryFields, number, require_one_of
 
 
 @dataclass
-class ERPOConfig(GenerationFields, GRPOConfig):
+class ERPOConfig(ForwardFields, GenerationFields, GRPOConfig):
     r"""
-    Configuration of [`ERPOTrainer`]: all of TRL's [`~trl.GRPOConfig`], the fields of [`QueryFields`] and those below. `beta`,
-    the coefficient of GRPO's Policy-KL, is 0 unless set, as in TRL; ERPO needs no reference model in memory.
+    Configuration of [`ERPOTrainer`]: all of TRL's [`~trl.GRPOConfig`], the fields of [`QueryFields`], [`ForwardFields`] and
+    those below. `beta`, the coefficient of GRPO's Policy-KL, is 0 unless set, as in TRL; ERPO needs no reference model in
+    memory.
 
     Parameters:
         trust_region (`str`, *optional*):
@@ -186,10 +188,11 @@ class ERPOConfig(GenerationFields, GRPOConfig):
 
 
 @dataclass
-class ERPORLOOConfig(GenerationFields, RLOOConfig):
+class ERPORLOOConfig(ForwardFields, GenerationFields, RLOOConfig):
     r"""
-    Configuration of [`ERPORLOOTrainer`]: all of TRL's [`~trl.RLOOConfig`] and the fields of [`QueryFields`]. The clip of the
-    sequence ratio is TRL's (`epsilon`, `epsilon_high`); trust regions weight single tokens and are not here.
+    Configuration of [`ERPORLOOTrainer`]: all of TRL's [`~trl.RLOOConfig`] and the fields of [`QueryFields`] and
+    [`ForwardFields`]. The clip of the sequence ratio is TRL's (`epsilon`, `epsilon_high`); trust regions weight single tokens
+    and are not here.
 
     Parameters:
         beta (`float`, *optional*, defaults to `0.0`):

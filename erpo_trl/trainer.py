@@ -5,6 +5,7 @@ import textwrap
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from .config import ERPOConfig, ERPODPOConfig, ERPORLOOConfig
+from .forward.mixin import SharedPrefixMixin
 from .policy.baseline import AdvantageBaselineMixin
 from .policy.mixin import TrustRegionMixin
 from .query.fields import QueryFields
@@ -24,7 +25,7 @@ ERPO_PAPER = {
 }
 
 
-class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, AdvantageBaselineMixin, GRPOTrainer):
+class ERPOTrainer(SharedPrefixMixin, QueryRegularizerMixin, TrustRegionMixin, AdvantageBaselineMixin, GRPOTrainer):
     """GRPO with ERPO's Query-KL penalty and query weights in place of the Policy-KL.
 
     Takes what [`~trl.GRPOTrainer`] takes, with an [`ERPOConfig`] as `args` (default: one with its defaults), and works
@@ -62,7 +63,7 @@ class ERPOTrainer(QueryRegularizerMixin, TrustRegionMixin, AdvantageBaselineMixi
         self.restore_region(state)
 
 
-class ERPORLOOTrainer(QueryRegularizerMixin, RLOOTrainer):
+class ERPORLOOTrainer(SharedPrefixMixin, QueryRegularizerMixin, RLOOTrainer):
     """RLOO with ERPO's Query-KL penalty and query weights in place of the KL in the reward.
 
     Takes what [`~trl.RLOOTrainer`] takes, with an [`ERPORLOOConfig`] as `args`. A query's weight multiplies its

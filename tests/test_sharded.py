@@ -22,6 +22,7 @@ RUNS = {
     "full": TRAIN,
     "lora": TRAIN | {"lora": True},
     "gpt2": TRAIN | {"model": "gpt2"},
+    "shared": TRAIN | {"fields": {"shared_prefix": "on"}},
 }
 SCORES = {
     name: {"task": "score", "prompts": prompts, "fields": {"reference_batch_tokens": 20}}
@@ -167,6 +168,17 @@ def test_first_gradient_equals_one_process(sharded, one):
             assert (value - expected[name]).abs().max().item() < 1e-5 * scale, (run, name)
         moved = {name for name, value in found.items() if value.abs().max() > 1e-4 * scale}
         assert all("lora_B" in name for name in moved) if run == "lora" else len(moved) > 8
+
+
+def test_shared_prompts_change_nothing(sharded, one):
+    """Prompts that the rows of a rank share, run once: losses and first gradient of the plain forwards."""
+    _, first, _ = sharded
+    for shared in (first["shared"], one["shared"]):
+        assert logged(shared, "loss") == pytest.approx(logged(one["full"], "loss"), rel=1e-5, abs=1e-6)
+        expected = {name.removeprefix("module."): value for name, value in one["full"]["gradient"].items()}
+        scale = max(value.abs().max().item() for value in expected.values())
+        for name, value in shared["gradient"].items():
+            assert (value - expected[name.removeprefix("module.")]).abs().max().item() < 1e-5 * scale, name
 
 
 def test_fingerprint_is_that_of_one_process(sharded, one):

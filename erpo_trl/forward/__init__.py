@@ -1,0 +1,1 @@
+"""How the policy's forwards are run: rows that share a prompt run it once."""
