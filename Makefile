@@ -10,15 +10,18 @@ WORKERS ?= 2
 OTHER_TRL := 1.15.0
 VLLM := .venv-vllm
 
-.PHONY: train test bench check-vllm lint format notebooks docs clean
+.PHONY: train test test-slow bench check-vllm lint format notebooks docs clean
 
 train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
 	$(BIN)/erpo-trl demo $(ARGS)
 
-test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test; those on TRL's private surface against both supported releases
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed" $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m distributed $(ARGS)
+test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test but the slowest; those on TRL's private surface against both supported releases
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed and not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 1 -m "distributed and not slow" $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
+
+test-slow: $(READY)  ## The whole demo and the benchmark's smoke runs, which take minutes and run in no gate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one
 	$(BIN)/erpo-trl bench $(ARGS)

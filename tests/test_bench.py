@@ -155,6 +155,7 @@ def test_rounds_are_interleaved_and_compared_round_by_round():
 
 
 # ----------------------------------------------------------------------------------------------------------- command
+@pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
     """The command measures, prints a table and keeps it with machine, date and versions."""
     parts = ["positions", "step", "scoring", "startup", "evaluation"]
@@ -172,6 +173,7 @@ def test_smoke_run(tmp_path, capsys):
         assert line in said
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_scaling_smoke_run(tmp_path):
     """Step time against K, prompt and processes, the last in launches of its own."""

@@ -1,7 +1,5 @@
 """Scoring on several workers gives the training reward's verdicts, and keeps to its time limit."""
 
-import pytest
-
 from erpo_trl.evaluation import scoring
 from erpo_trl.evaluation.scoring import score_texts
 from erpo_trl.rewards import score_answer
@@ -29,7 +27,6 @@ def test_workers_are_kept_and_run_side_by_side():
     assert {worker.pid for worker in workers} == pids
 
 
-@pytest.mark.slow
 def test_a_runaway_answer_costs_its_own_score(recwarn):
     answers, verdicts = score_texts(
         ["1/2", "1/2"], ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\frac{2}{4}}"], workers=1, time_limit_s=2.0

@@ -32,7 +32,6 @@ def texts(cell) -> list[str]:
     return shown
 
 
-@pytest.mark.slow
 @each
 def test_notebook_runs_with_few_steps(path, tmp_path):
     done = run("--fast", "--output", str(tmp_path / "out"), str(path), folder=tmp_path)
@@ -45,7 +44,6 @@ def test_notebook_runs_with_few_steps(path, tmp_path):
     assert any("image/png" in o.get("data", {}) for cell in made.cells for o in cell.get("outputs", ()))
 
 
-@pytest.mark.slow
 def test_a_notebook_that_fails_is_named_with_its_cell_and_leaves_nothing(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("#"), nbformat.v4.new_code_cell("1 / 0")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")

@@ -6,8 +6,6 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 DEMO_FILES = {
     "model/model.safetensors",
@@ -18,7 +16,6 @@ DEMO_FILES = {
 }
 
 
-@pytest.mark.slow
 def test_wheel_and_sdist_build_and_hold_the_demo(tmp_path):
     """Package data is easily forgotten; without it the demo fails only at the user's."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -149,7 +149,6 @@ def test_auto_shares_where_it_pays(tmp_path, prompt, completion):
     assert auto == ([prompt + 4 * completion] if prompt > completion else off)
 
 
-@pytest.mark.slow
 def test_demo_recipe_follows(tmp_path):
     """The embedded model on its arithmetic, completions sampled by itself, step for step."""
     recipe = Path(erpo_trl.__file__).parent / "demo" / "demo.yaml"
