@@ -288,6 +288,32 @@ def make_trainer(
     return trainer
 
 
+QUICK_RECIPE = """
+model_name_or_path: demo
+dataset: arithmetic
+max_rows: 8
+max_steps: 1
+per_device_train_batch_size: 4
+num_generations: 2
+max_completion_length: 4
+learning_rate: 1e-3
+query_kl_coef: 1e-3
+bf16: false
+use_cpu: true
+gradient_checkpointing: false
+report_to: none
+logging_steps: 1
+"""
+
+
+def write_recipe(tmp_path, more: str = ""):
+    """A recipe of one quick step of the demo model, its outputs and tables below tmp_path; `more`: further lines."""
+    path = tmp_path / "recipe.yaml"
+    folders = f"output_dir: {tmp_path / 'out'}\nreference_cache_dir: {tmp_path / 'reference'}\n"
+    path.write_text(QUICK_RECIPE + more + folders)
+    return path
+
+
 def shift_reference(data: Dataset, shift) -> Dataset:
     """A mapped data set whose reference is moved by `shift` nats (or `shift(row index)`) on every scored token."""
     of = shift if callable(shift) else lambda i: shift

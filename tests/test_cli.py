@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import write_recipe
 from transformers.utils import is_torch_bf16_gpu_available
 
 from erpo_trl import cli
@@ -12,30 +13,10 @@ from erpo_trl.query.standby import StandbyReference
 from erpo_trl.rewards import resolve_reward
 from erpo_trl.train import make_trainer, parse
 
-QUICK = """
-model_name_or_path: demo
-dataset: arithmetic
-max_rows: 8
-max_steps: 1
-per_device_train_batch_size: 4
-num_generations: 2
-max_completion_length: 4
-learning_rate: 1e-3
-query_kl_coef: 1e-3
-query_weight_clip: [0, 1.5e0]
-bf16: false
-use_cpu: true
-gradient_checkpointing: false
-report_to: none
-logging_steps: 1
-"""
-
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(QUICK + f"output_dir: {tmp_path / 'out'}\nreference_cache_dir: {tmp_path / 'reference'}\n")
-    return path
+    return write_recipe(tmp_path, "query_weight_clip: [0, 1.5e0]\n")
 
 
 def test_exponents_are_numbers(recipe):

@@ -35,6 +35,7 @@ from helpers import (
     tiny_model,
     token_logps,
     weights_of,
+    write_recipe,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import RLOOConfig, RLOOTrainer
@@ -458,29 +459,9 @@ def test_the_preset_of_a_trust_region_is_refused(tmp_path):
         make_config(tmp_path, ERPORLOOConfig, preset="drpo")
 
 
-RECIPE = """
-trainer: rloo
-model_name_or_path: demo
-max_rows: 8
-max_steps: 1
-per_device_train_batch_size: 4
-num_generations: 2
-max_completion_length: 4
-learning_rate: 1e-3
-query_kl_coef: 1e-3
-bf16: false
-use_cpu: true
-gradient_checkpointing: false
-report_to: none
-logging_steps: 1
-"""
-
-
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE + f"output_dir: {tmp_path / 'out'}\nreference_cache_dir: {tmp_path / 'reference'}\n")
-    return path
+    return write_recipe(tmp_path, "trainer: rloo\n")
 
 
 def test_the_trainer_option_decides_the_config(recipe):

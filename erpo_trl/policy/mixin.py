@@ -109,8 +109,7 @@ class TrustRegionMixin:
 
     @property
     def _one_update_per_generation(self) -> bool:
-        generate_every = self.args.steps_per_generation * self.args.num_iterations
-        return self.args.gradient_accumulation_steps % generate_every == 0
+        return self.args.gradient_accumulation_steps % self.args.generate_every == 0
 
     def _refuse_unmoved_policy(self) -> None:
         config = self.args
@@ -275,8 +274,7 @@ class TrustRegionMixin:
         if mode == "eval":
             return
         config = self.args
-        generate_every = config.steps_per_generation * config.num_iterations
-        first = self.state.global_step * config.gradient_accumulation_steps % generate_every == 0
+        first = self.state.global_step * config.gradient_accumulation_steps % config.generate_every == 0
         if self._unchecked_rollout is not None and first:
             self._unchecked_rollout.append(step)
             if refuse_one_sided_rollout(self._unchecked_rollout, config.trust_region):

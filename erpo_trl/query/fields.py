@@ -395,6 +395,11 @@ class GenerationFields(QueryFields):
             raise ValueError(f"reference_nll_decay must be in [0, 1), found {self.reference_nll_decay!r}.")
         self._check_save_steps()
 
+    @property
+    def generate_every(self) -> int:
+        """Micro-batches that one generation serves."""
+        return self.steps_per_generation * self.num_iterations
+
     def _check_sampling(self) -> None:
         self.query_sampling_power = number("query_sampling_power", self.query_sampling_power)
         if not 0 <= self.query_sampling_power < math.inf:
@@ -418,8 +423,7 @@ class GenerationFields(QueryFields):
 
     def _check_save_steps(self) -> None:
         """Refuse checkpoints inside a generation batch, whose completions a checkpoint does not hold."""
-        generate_every = self.steps_per_generation * self.num_iterations
-        window = generation_window(generate_every, self.gradient_accumulation_steps)
+        window = generation_window(self.generate_every, self.gradient_accumulation_steps)
         if window > 1 and (self.save_strategy == "best" or (self.save_strategy == "steps" and self.save_steps < 1)):
             found = "save_strategy='best'" if self.save_strategy == "best" else f"save_steps={self.save_steps:g}"
             raise ValueError(

@@ -41,6 +41,11 @@ def row_fingerprint(reference: str, key: int) -> str:
     return f"{reference}-{key:016x}"
 
 
+def key_of_row(name: str) -> int:
+    """The query's key out of a `row_fingerprint`."""
+    return int(name.rpartition("-")[2], 16)
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """The causal LM inside a PEFT model; any other model itself."""
     return model.get_base_model() if is_peft_model(model) else model

@@ -13,7 +13,7 @@ from torch import Tensor
 from .fingerprint import query_key
 from .reference import DatasetMapper
 from .scoring import queries_of_all, reference_policy, score_for_all
-from .weights import Queries, WeightRule, query_weights
+from .weights import Queries, WeightRule, query_weights, weighted
 
 
 def step_weights(
@@ -59,6 +59,5 @@ def likelihoods(mapper: DatasetMapper, queries: list[np.ndarray], masks: list[np
 
 def weigh(batch: dict, weight: Tensor) -> None:
     """Give a micro-batch its (B,) weights in place, so that everyone who holds its tensors sees them."""
-    plain = batch["unweighted_advantages"]
     batch["query_weight"].copy_(weight)
-    batch["advantages"].copy_(plain * (weight if plain.dim() == 1 else weight.unsqueeze(1)))
+    batch["advantages"].copy_(weighted(batch["unweighted_advantages"], weight))

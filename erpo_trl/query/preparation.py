@@ -107,12 +107,11 @@ class PreparedReferenceMixin(ResumeMixin):
         return {name: value for name, value in optional.items() if value is not None} | self.chat_template_kwargs
 
     def _generation_window(self) -> int:
-        generate_every = self.args.steps_per_generation * self.args.num_iterations
-        return generation_window(generate_every, self.args.gradient_accumulation_steps)
+        return generation_window(self.args.generate_every, self.args.gradient_accumulation_steps)
 
     def _inside_generation(self, step: int) -> bool:
         """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch."""
-        generate_every = self.args.steps_per_generation * self.args.num_iterations
+        generate_every = self.args.generate_every
         accumulation = self.args.gradient_accumulation_steps
         if isinstance(self.train_dataset, Dataset):
             generations = len(self.train_dataset) // (self.args.generation_batch_size // self.args.num_generations)
@@ -174,7 +173,7 @@ class PreparedReferenceMixin(ResumeMixin):
         if not getattr(args, "query_sampling_power", 0):
             return sampler
         # Every pass over the data begins with a new generation batch
-        steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        steps = args.generate_every / args.gradient_accumulation_steps
         return CurriculumSampler(
             sampler,
             curriculum_weights(self._train_queries, self._population, WeightRule.of(args)),
@@ -301,10 +300,14 @@ class PreparedReferenceMixin(ResumeMixin):
         self.prepare_reference()
         return super().get_test_dataloader(self._map_evaluation(test_dataset))
 
+    @property
+    def _reference_columns(self) -> list[str]:
+        """The columns that this run's rows carry beside their own."""
+        return [*REFERENCE_FEATURES, *(SEVERAL_FEATURES if self.args.query_references is not None else ())]
+
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
-        columns = {**REFERENCE_FEATURES, **(SEVERAL_FEATURES if self.args.query_references is not None else {})}
-        missing = [name for name in columns if name not in self._signature_columns]
+        missing = [name for name in self._reference_columns if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
 
 

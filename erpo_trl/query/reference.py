@@ -27,7 +27,7 @@ from trl.data_utils import is_conversational
 from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
 from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
 from .likelihood import has_absolute_positions
-from .rows import TokenRows, progress_bars, require_mappable
+from .rows import TokenRows, attach_columns, require_mappable
 from .scoring import reference_policy, score_in_rounds
 from .sharding import is_partitioned
 from .span import SpanFinder
@@ -442,22 +442,13 @@ class DatasetMapper:
             }
             return with_columns(batch, columns)
 
-        name = xxhash.xxh3_64()
-        for part in (dataset._fingerprint, reference, repr((rule, self.config.query_span))):
-            name.update(part.encode())
-        for array in (keys, nll, weights, spans.lengths, *(spans[row] for row in range(len(spans)))):
-            name.update(np.ascontiguousarray(array).tobytes())
-        # Without declared features, a first batch of empty lists or of ints would fix a wrong type
-        features = dataset.features.copy()
-        features.update(REFERENCE_FEATURES)
-        with progress_bars(not self.config.disable_tqdm), PartialState().main_process_first():
-            # As Arrow tables: Python objects of every log-prob would take most of the time
-            mapped = dataset.with_format("arrow").map(
-                attach,
-                batched=True,
-                with_indices=True,
-                features=features,
-                new_fingerprint=name.hexdigest(),
-                desc="Attaching the reference",
-            )
+        # As Arrow tables: Python objects of every log-prob would take most of the time
+        mapped = attach_columns(
+            dataset.with_format("arrow"),
+            attach,
+            REFERENCE_FEATURES,
+            [reference, repr((rule, self.config.query_span)), keys, nll, weights, spans.lengths, *spans],
+            "Attaching the reference",
+            not self.config.disable_tqdm,
+        )
         return mapped.with_format(None)

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
-from accelerate import PartialState
 from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from .divergence import ESTIMATORS, query_kl
-from .fingerprint import query_key
+from .fingerprint import key_of_row
 from .reference import DatasetMapper
-from .rows import progress_bars
+from .rows import attach_columns
 from .table import ReferenceTable
 
 logger = logging.get_logger(__name__)
@@ -163,20 +161,9 @@ class OtherReferences:
                 "reference_weight": weights[rows].tolist(),
             }
 
-        name = xxhash.xxh3_64(f"{dataset._fingerprint} {self.specs!r}".encode())
-        for array in (weights, *(row for logps in others for row in logps)):
-            name.update(np.ascontiguousarray(array).tobytes())
-        features = dataset.features.copy()
-        features.update(SEVERAL_FEATURES)
-        with progress_bars(not self.mapper.config.disable_tqdm), PartialState().main_process_first():
-            return dataset.map(
-                attach,
-                batched=True,
-                with_indices=True,
-                features=features,
-                new_fingerprint=name.hexdigest(),
-                desc="Attaching the other references",
-            )
+        contents = [repr(self.specs), weights, *(row for logps in others for row in logps)]
+        shown = not self.mapper.config.disable_tqdm
+        return attach_columns(dataset, attach, SEVERAL_FEATURES, contents, "Attaching the other references", shown)
 
     def _weights(self, dataset: Dataset) -> np.ndarray:
         """(N, K) λ of each row."""
@@ -208,7 +195,7 @@ class OtherReferences:
                 raise ValueError(f"query_references[{spec.name!r}]: there is no table {spec.table}.")
             self._check_temperature(spec)
             table = ReferenceTable(spec.table)
-            keys = [query_key(ids) for ids in self.mapper.all_ids(dataset.with_format(None))]
+            keys = np.array([key_of_row(name) for name in dataset["query_fingerprint"]], dtype=np.int64)
             missing = [row for row in np.flatnonzero(~table.contains(keys)) if tokens[row]]
             if missing:
                 raise ValueError(
@@ -216,7 +203,7 @@ class OtherReferences:
                     f"{missing[0]} the first. Make it with the same data and tokenizer (erpo-trl score), or give the model."
                 )
             rows = np.flatnonzero(tokens)
-            found = dict(zip(rows.tolist(), table.take(np.array(keys, dtype=np.int64)[rows])))
+            found = dict(zip(rows.tolist(), table.take(keys[rows])))
             return [
                 found[row].values.to_numpy() if row in found else np.empty(0, np.float32) for row in range(len(keys))
             ]

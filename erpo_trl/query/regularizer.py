@@ -26,10 +26,9 @@ from .metrics import QueryMetrics, StepQueries
 from .owners import settle_owners
 from .policy_weights import likelihoods, step_weights, weigh, weights_of_rows
 from .preparation import PreparedReferenceMixin
-from .reference import REFERENCE_FEATURES
-from .references import SEVERAL_FEATURES, several_query_kl, stack_references
+from .references import several_query_kl, stack_references
 from .span import scored_in_span, span_key
-from .weights import WeightRule
+from .weights import WeightRule, weighted
 
 logger = logging.get_logger(__name__)
 
@@ -83,7 +82,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
 
     def _generate_and_score_completions(self, inputs):
         """TRL's batch, with each row's reference log-probs, weight and query; weights multiply the advantages."""
-        names = {**REFERENCE_FEATURES, **(SEVERAL_FEATURES if self._others is not None else {})}
+        names = self._reference_columns
         columns = [{name: row.get(name) for name in names} for row in inputs]
         # Reward functions see the columns they would see under TRL
         inputs = [{name: value for name, value in row.items() if name not in names} for row in inputs]
@@ -112,7 +111,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
         batch["unweighted_advantages"] = batch["advantages"]
-        batch["advantages"] = batch["advantages"] * (weight if batch["advantages"].dim() == 1 else weight.unsqueeze(1))
+        batch["advantages"] = weighted(batch["advantages"], weight)
         return batch
 
     def _check_ids(

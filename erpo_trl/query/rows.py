@@ -6,6 +6,8 @@ from itertools import chain
 
 import datasets
 import numpy as np
+import xxhash
+from accelerate import PartialState
 from datasets import Dataset
 
 from .fingerprint import query_key
@@ -88,6 +90,39 @@ def collate_rows(collate: Callable[[list[dict]], list[dict]], rows: list[dict]) 
         row if row.get(name) is None else {**row, name: np.asarray(row[name], dtype=np.float32)}
         for row in collate(rows)
     ]
+
+
+def attach_columns(
+    dataset: Dataset,
+    attach: Callable,
+    added: dict,
+    contents: Iterable[np.ndarray | str],
+    description: str,
+    shown: bool,
+) -> Dataset:
+    """`dataset.map(attach)` by batches with indices, made by one process and found in the cache by the others.
+
+    Args:
+        attach: (batch, rows) -> batch with the columns added, in the data set's format.
+        added: name -> feature of those columns. Without declared features, a first batch of empty lists or of ints would fix
+            a wrong type.
+        contents: what decides the columns, which names the result in the cache.
+        description: of the progress bar; shown: whether there is one.
+    """
+    name = xxhash.xxh3_64(dataset._fingerprint.encode())
+    for part in contents:
+        name.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+    features = dataset.features.copy()
+    features.update(added)
+    with progress_bars(shown), PartialState().main_process_first():
+        return dataset.map(
+            attach,
+            batched=True,
+            with_indices=True,
+            features=features,
+            new_fingerprint=name.hexdigest(),
+            desc=description,
+        )
 
 
 @contextlib.contextmanager

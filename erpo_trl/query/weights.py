@@ -192,6 +192,11 @@ def _bounded(queries: Queries, population: Queries, rule: WeightRule) -> Tensor:
     return rule.floor + (1 - rule.floor) * raw if rule.floor else raw
 
 
+def weighted(advantages: Tensor, weights: Tensor) -> Tensor:
+    """(B,) or (B, C) advantages times the (B,) weight of each row's query."""
+    return advantages * (weights if advantages.dim() == 1 else weights.unsqueeze(1))
+
+
 def effective_sample_fraction(weights: Tensor) -> float:
     """Effective sample size of (N,) weights as a share of N: (Σw)² / (N Σw²), in (0, 1]; 0 when all weights are 0."""
     squares = (weights * weights).sum()
