@@ -17,10 +17,10 @@ train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, a
 
 test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test but the slowest; those on TRL's private surface against both supported releases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not distributed and not slow" $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 1 -m "distributed and not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "distributed and not slow" $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
 
-test-slow: $(READY)  ## The whole demo and the benchmark's smoke runs, which take minutes and run in no gate
+test-slow: $(READY)  ## The tests that take minutes: the whole demo, the benchmark's smoke runs, ZeRO-2, kill -9 under ZeRO-3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from evaluation_helpers import read_metrics, samples
+from launching import environment, torchrun
 from scripts import evaluation_run
 
 from erpo_trl import cli
@@ -31,32 +31,8 @@ def key(row):
     return row["temperature"], row["row"], row["sample"]
 
 
-def environment():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
-    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
 def launch(output, processes=1, *options):
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(processes),
-        "--master_port",
-        "0",
-        "--rdzv_backend",
-        "c10d",
-    ]
-    command = [
-        sys.executable,
-        *(torchrun if processes > 1 else []),
-        "-m",
-        "erpo_trl.cli",
-        *OPTIONS,
-        "--output",
-        str(output),
-    ]
+    command = torchrun("-m", "erpo_trl.cli", *OPTIONS, "--output", str(output), processes=processes)
     return start([*command, *options])
 
 
@@ -120,8 +96,7 @@ def test_callback_measures_the_same_on_any_number_of_ranks(tmp_path):
     """7 problems with 3 samples each on two ranks; every rank ends with the same numbers."""
     _, alone = evaluation_run.measure(tmp_path)
     script = str(Path(evaluation_run.__file__))
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
-    finish(start([sys.executable, *launcher, script, str(tmp_path)]))
+    finish(start(torchrun(script, str(tmp_path), processes=2)))
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks == [{"world": 2, "metrics": alone}] * 2
     assert 0 < alone["eval/seven/avg@3@T0.8"] < 1

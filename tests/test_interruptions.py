@@ -147,7 +147,7 @@ def assert_same_end(run: Run, whole: Run, tolerance: float) -> None:
             )
 
 
-@pytest.mark.parametrize("sharding", [None, "zero3"])
+@pytest.mark.parametrize("sharding", [None, pytest.param("zero3", marks=pytest.mark.slow)])
 def test_killed_while_scoring_and_while_training(tmp_path, whole, sharding):
     """kill -9 in the middle of the scoring pass, again after step 3, then a resume from checkpoint 2: nothing that was
     written is scored again, and prompts, losses and drift of all steps are those of the run left alone.

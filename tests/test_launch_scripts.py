@@ -21,13 +21,17 @@ MULTI_NODE = "recipes/launch/multi_node.slurm"
 RECIPE_32B = "recipes/qwen2.5-32b/erpo.yaml"
 
 RECORD = f"""#!{sys.executable}
-import json, os, sys, time
+import glob, json, os, sys, time
 name = os.path.basename(sys.argv[0])
-with open(os.path.join(os.environ["CALLS"], f"{{name}}-{{os.getpid()}}.json"), "w") as file:
+path = os.path.join(os.environ["CALLS"], f"{{name}}-{{os.getpid()}}.json")
+with open(path + ".part", "w") as file:
     json.dump(sys.argv[1:], file)
+os.replace(path + ".part", path)
 if name == "trl":
     time.sleep(float(os.environ["SERVER_SECONDS"]))
 if name == "accelerate":
+    while os.environ.get("AWAIT_SERVER") and not glob.glob(os.path.join(os.environ["CALLS"], "trl-*.json")):
+        time.sleep(0.1)  # as training does, which needs the server
     time.sleep(float(os.environ["TRAINING_SECONDS"]))
     sys.exit(int(os.environ.get("TRAINING_STATUS", "0")))
 """
@@ -123,7 +127,7 @@ def test_single_node(run):
 
 def test_multi_node(run):
     """ZeRO-3 on the first two of three nodes, the server on the third; the job ends with the training."""
-    done, calls = run(MULTI_NODE, RECIPE_32B, "--max_steps", "4")
+    done, calls = run(MULTI_NODE, RECIPE_32B, "--max_steps", "4", AWAIT_SERVER="1")
     assert done.returncode == 0, done.stderr
     assert sorted((run.calls / "nodes").read_text().split()) == ["node1,node2", "node3"]
     launches = [launched(call) for call in calls["accelerate"]]

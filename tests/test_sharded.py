@@ -122,7 +122,18 @@ def one(root):
     return launch(root / "sharded_one", None, RUNS | SCORES)[0]
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
+def one_worker(name: str):
+    """The tests that read one launch run on one worker, or others would wait for it."""
+    return pytest.mark.xdist_group(f"sharded_{name}")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[one_worker(name), *([pytest.mark.slow] if name == "zero2" else [])])
+        for name in LAUNCHES
+    ],
+)
 def sharded(request, root):
     """(name, what rank 0 did, what rank 1 did)."""
     config, runs = LAUNCHES[request.param]
@@ -221,6 +232,7 @@ def test_rows_cached_on_one_rank_only(sharded):
             assert rank[run]["forwards"] > 0
 
 
+@one_worker("zero3")
 def test_a_model_built_in_code_under_zero3(root, one):
     """A model that was whole when the trainer got it is partitioned when the reference is scored, and trains the same."""
     first, _ = launch(root / "sharded_zero3", *LAUNCHES["zero3"])
@@ -228,6 +240,7 @@ def test_a_model_built_in_code_under_zero3(root, one):
     assert first["instance"]["fingerprint"] == one["full"]["fingerprint"]
 
 
+@one_worker("zero3")
 def test_mapping_without_a_trainer_under_zero3(root):
     """There is no engine to score with: a sentence, not the shape error of an empty weight."""
     for rank in launch(root / "sharded_zero3", *LAUNCHES["zero3"]):

@@ -24,7 +24,7 @@ from helpers import (
 )
 from launching import SCRIPTS, finish, torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("two_processes")]
 
 SCRIPT = str(SCRIPTS / "distributed_run.py")
 ALPHA = 0.3
@@ -324,6 +324,7 @@ def test_out_of_memory_on_one_rank(launched):
     assert ranks[0]["forwards"] == 3
 
 
+@pytest.mark.xdist_group("table_on_one_rank")  # launches of its own
 @pytest.mark.parametrize("cache_dirs", [("warm", "cold"), ("cold", "warm")], ids=["first_warm", "second_warm"])
 def test_table_on_one_rank_only(tmp_path, cache_dirs):
     """Node-local folders: one rank finds everything, the other nothing. Equal forwards and right values on both, or a
