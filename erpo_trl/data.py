@@ -98,7 +98,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def _read(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[Row]:
     """The rows of a local file. Raises: FileNotFoundError, or ValueError that names the file and what is wrong with it."""
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
@@ -119,18 +119,18 @@ def _read(path: str | Path) -> list[Row]:
     return rows
 
 
-def _field_names(rows: Iterable[Row]) -> list[str]:
+def field_names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for _, fields in rows for name in fields))
 
 
-def _require_fields(rows: list[Row], source: str, needed: Iterable[str], advice: str = "") -> None:
-    found = _field_names(rows)
+def require_fields(rows: list[Row], source: str, needed: Iterable[str], advice: str = "") -> None:
+    found = field_names(rows)
     for name in needed:
         if name not in found:
             raise ValueError(f"{source}: no column {name!r}; found {', '.join(map(repr, found))}. {advice}".rstrip())
 
 
-def _require_encodable(value, source: str, where: str, field: str) -> None:
+def require_encodable(value, source: str, where: str, field: str) -> None:
     """Refuses text that no tokenizer takes: a lone surrogate, which JSON can spell and UTF-8 cannot."""
     if isinstance(value, str):
         try:
@@ -142,18 +142,32 @@ def _require_encodable(value, source: str, where: str, field: str) -> None:
             ) from error
     elif isinstance(value, dict):
         for name, part in value.items():
-            _require_encodable(part, source, where, f"{field}.{name}")
+            require_encodable(part, source, where, f"{field}.{name}")
     elif isinstance(value, (list, tuple)):
         for part in value:
-            _require_encodable(part, source, where, field)
+            require_encodable(part, source, where, field)
 
 
-def _is_chat(value) -> bool:
+def is_chat(value) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
         and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) and "role" in turn for turn in value)
     )
+
+
+def plain_turns(chat: list[dict], source: str, where: str, field: str) -> list[dict]:
+    """Role and content of every turn, which is all that these loaders keep. Raises: ValueError for a turn with more to it,
+    such as tool calls, that a chat template would have rendered.
+    """
+    for number, turn in enumerate(chat):
+        more = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
+        if more:
+            raise ValueError(
+                f"{source}, {where}, field {field!r}: turn {number} has {', '.join(map(repr, more))}, which would be lost. Remove "
+                "it where it means nothing; else load the data with `datasets` and hand it to the trainer in Python"
+            )
+    return [{"role": turn["role"], "content": turn["content"]} for turn in chat]
 
 
 def _prompt(value, suffix: str | None, system_prompt: str | None, conversational: bool) -> list[dict] | str:
@@ -162,12 +176,11 @@ def _prompt(value, suffix: str | None, system_prompt: str | None, conversational
     if not conversational:
         return (f"{system_prompt}\n\n" if system_prompt else "") + value + suffix
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     turns[-1]["content"] += suffix
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + turns
 
 
-def _column_feature(name: str, values: list, source: str):
+def column_feature(name: str, values: list, source: str):
     """The type of a column by all of its values, so that leading Nones or whole numbers do not settle it."""
     try:
         kind = pa.array(values).type
@@ -180,7 +193,7 @@ def _column_feature(name: str, values: list, source: str):
     return Features.from_arrow_schema(pa.schema([(name, kind)]))[name]
 
 
-def _build(
+def build_dataset(
     rows: list[Row],
     source: str,
     problem: str,
@@ -190,8 +203,8 @@ def _build(
     conversational: bool,
 ) -> Dataset:
     """The dataset of checked rows; see `load_problems` for the arguments."""
-    _require_fields(rows, source, (problem, answer), "Name the right ones with `problem` and `answer`")
-    others = [name for name in _field_names(rows) if name not in (problem, answer)]
+    require_fields(rows, source, (problem, answer), "Name the right ones with `problem` and `answer`")
+    others = [name for name in field_names(rows) if name not in (problem, answer)]
     for taken in ("prompt", "answer"):
         if taken in others:
             raise ValueError(
@@ -200,14 +213,16 @@ def _build(
     prompts, answers = [], []
     for where, fields in rows:
         for name, value in fields.items():
-            _require_encodable(value, source, where, name)
+            require_encodable(value, source, where, name)
         text = fields.get(problem)
-        readable = isinstance(text, str) and text.strip() or (conversational and _is_chat(text))
+        readable = isinstance(text, str) and text.strip() or (conversational and is_chat(text))
         if not readable:
             kind = "text or chat messages" if conversational else "text"
             raise ValueError(
                 f"{source}, {where}, field {problem!r}: is {text!r:.80}; expected {kind}. Fill it in or drop the row"
             )
+        if not isinstance(text, str):
+            text = plain_turns(text, source, where, problem)
         prompts.append(_prompt(text, suffix, system_prompt, conversational))
         answers.append(gold_text(fields.get(answer)))
     missing = answers.count(None)
@@ -218,7 +233,7 @@ def _build(
     columns = {name: [fields.get(name) for _, fields in rows] for name in others}
     turn = {"role": Value("string"), "content": Value("string")}
     features = {"prompt": List(turn) if conversational else Value("string"), "answer": Value("string")}
-    features |= {name: _column_feature(name, values, source) for name, values in columns.items()}
+    features |= {name: column_feature(name, values, source) for name, values in columns.items()}
     return Dataset.from_dict({"prompt": prompts, "answer": answers, **columns}, features=Features(features))
 
 
@@ -239,12 +254,10 @@ def load_problems(
     warning), and all others as they were.
     Raises: FileNotFoundError; ValueError that names the file, the row and the field.
     """
-    return _build(_read(path), str(path), problem, answer, suffix, system_prompt, conversational)
+    return build_dataset(read_rows(path), str(path), problem, answer, suffix, system_prompt, conversational)
 
 
-def _load_from_hub(
-    hub_id: str, split: str, revision: str | None, instead: str, config: str | None = None
-) -> list[Row]:
+def load_from_hub(hub_id: str, split: str, revision: str | None, instead: str, config: str | None = None) -> list[Row]:
     try:
         dataset = load_dataset(hub_id, *([config] if config else []), split=split, revision=revision)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
@@ -297,18 +310,18 @@ def load_math_levels_3_to_5(
             raise ValueError(
                 "`split` and `revision` choose within the hub data set; leave them out with a local `path`"
             )
-        rows, source = _read(path), str(path)
+        rows, source = read_rows(path), str(path)
     else:
         split = split or "train"
         if split not in (*MATH_HUB_ROWS, "all"):
             raise ValueError(f"split is {split!r}; expected 'train', 'test' or 'all'")
         rows, source = [], MATH_HUB_ID
         for part in MATH_HUB_ROWS if split == "all" else (split,):
-            read = _load_from_hub(MATH_HUB_ID, part, revision, "Give a local file with `path`")
+            read = load_from_hub(MATH_HUB_ID, part, revision, "Give a local file with `path`")
             _require_rows(read, MATH_HUB_ROWS[part], f"{MATH_HUB_ID}, split {part!r}")
             rows += read
-    gold = "answer" if "answer" in _field_names(rows) else "solution"
-    _require_fields(rows, source, ("problem", "level", gold), "MATH has 'problem', 'level' and 'solution'")
+    gold = "answer" if "answer" in field_names(rows) else "solution"
+    require_fields(rows, source, ("problem", "level", gold), "MATH has 'problem', 'level' and 'solution'")
 
     excluded = _math500_texts(split in ("test", "all") if math500 is None else math500)
     kept, met = [], set()
@@ -328,7 +341,7 @@ def load_math_levels_3_to_5(
         levels = sorted({str(fields.get("level")) for _, fields in rows})
         raise ValueError(f"{source}: no problem of level 3, 4 or 5 is left; levels found: {', '.join(levels)}")
     logger.info("%s: %d problems of levels 3 to 5; the paper trains on %d", source, len(kept), PAPER_ROWS)
-    return _build(kept, source, "problem", "answer", suffix, system_prompt, conversational)
+    return build_dataset(kept, source, "problem", "answer", suffix, system_prompt, conversational)
 
 
 def _math500_texts(choice: bool | str | Path) -> set[str]:
@@ -337,8 +350,8 @@ def _math500_texts(choice: bool | str | Path) -> set[str]:
         return set()
     source = MATH500_HUB_ID if choice is True else str(choice)
     instead = "Give MATH-500 as a local file with `math500`, or keep its problems with math500=False"
-    rows = _load_from_hub(MATH500_HUB_ID, "test", None, instead) if choice is True else _read(choice)
-    _require_fields(rows, source, ("problem",))
+    rows = load_from_hub(MATH500_HUB_ID, "test", None, instead) if choice is True else read_rows(choice)
+    require_fields(rows, source, ("problem",))
     _require_rows(rows, MATH500_ROWS, source)
     return {_same_text(str(fields["problem"])) for _, fields in rows}
 
@@ -363,7 +376,9 @@ def load_arithmetic(
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1")
     rows = [(f"row {index}", fields) for index, fields in enumerate(make_problems(n, seed, split=split))]
-    return _build(rows, f"arithmetic, split {split!r}", "problem", "answer", suffix, system_prompt, conversational)
+    return build_dataset(
+        rows, f"arithmetic, split {split!r}", "problem", "answer", suffix, system_prompt, conversational
+    )
 
 
 def resolve_dataset(name_or_path: str | Path, split: str = "train", revision: str | None = None, **options) -> Dataset:
@@ -380,14 +395,14 @@ def resolve_dataset(name_or_path: str | Path, split: str = "train", revision: st
     if name == "math_3_5":
         return load_math_levels_3_to_5(split=split, revision=revision, **options)
     if Path(name).is_file() or Path(name).suffix.lower() in READERS:
-        rows, source = _read(name), name
+        rows, source = read_rows(name), name
     else:
         instead = "Known names: arithmetic, math_3_5; else give a local file or the id of a hub data set"
-        rows, source = _load_from_hub(name, split, revision, instead), name
-    found = _field_names(rows)
+        rows, source = load_from_hub(name, split, revision, instead), name
+    found = field_names(rows)
     if "problem" not in options:
         options["problem"] = "problem" if "problem" in found else "prompt"
     if options["problem"] not in found:
         raise ValueError(f"{source}: neither 'problem' nor 'prompt' among the columns {', '.join(map(repr, found))}")
     settings = {"answer": "answer", "suffix": None, "system_prompt": None, "conversational": True}
-    return _build(rows, source, **{**settings, **options})
+    return build_dataset(rows, source, **{**settings, **options})

@@ -8,13 +8,14 @@ from datasets import Dataset, Features, List, Value
 from .data import (
     READERS,
     Row,
-    _column_feature,
-    _field_names,
-    _is_chat,
-    _load_from_hub,
-    _read,
-    _require_encodable,
-    _require_fields,
+    column_feature,
+    field_names,
+    is_chat,
+    load_from_hub,
+    plain_turns,
+    read_rows,
+    require_encodable,
+    require_fields,
 )
 
 _TURN = {"role": Value("string"), "content": Value("string")}
@@ -31,20 +32,22 @@ def load_preferences(name_or_path: str | Path, split: str = "train", revision: s
     """
     name = str(name_or_path)
     if Path(name).is_file() or Path(name).suffix.lower() in READERS:
-        rows = _read(name)
+        rows = read_rows(name)
     else:
-        rows = _load_from_hub(name, split, revision, "Give a local file or the id of a hub data set")
-    _require_fields(rows, name, ("chosen", "rejected"), "Preference pairs need both, and a 'prompt'")
-    found = _field_names(rows)
+        rows = load_from_hub(name, split, revision, "Give a local file or the id of a hub data set")
+    require_fields(rows, name, ("chosen", "rejected"), "Preference pairs need both, and a 'prompt'")
+    found = field_names(rows)
     columns = [column for column in ("prompt", "chosen", "rejected") if column in found]
-    chats = _is_chat(rows[0][1].get("chosen"))
+    chats = is_chat(rows[0][1].get("chosen"))
     for row in rows:
         _check_pair(row, name, columns, chats)
     features = {column: List(_TURN) if chats else Value("string") for column in columns}
     values = {column: [fields.get(column) for _, fields in rows] for column in found}
     if chats:
-        values |= {column: [[_turn(turn) for turn in chat] for chat in values[column]] for column in columns}
-    features |= {column: _column_feature(column, values[column], name) for column in found if column not in columns}
+        values |= {
+            column: [plain_turns(fields[column], name, where, column) for where, fields in rows] for column in columns
+        }
+    features |= {column: column_feature(column, values[column], name) for column in found if column not in columns}
     return Dataset.from_dict(values, features=Features({column: features[column] for column in values}))
 
 
@@ -52,14 +55,10 @@ def _check_pair(row: Row, source: str, columns: Sequence[str], chats: bool) -> N
     where, fields = row
     for column in columns:
         value = fields.get(column)
-        _require_encodable(value, source, where, column)
-        if not (_is_chat(value) if chats else isinstance(value, str) and value.strip()):
+        require_encodable(value, source, where, column)
+        if not (is_chat(value) if chats else isinstance(value, str) and value.strip()):
             kind = "chat messages" if chats else "text"
             raise ValueError(
                 f"{source}, {where}, field {column!r}: is {value!r:.80}; expected {kind}, as the first row's 'chosen' is. Fill it "
                 "in or drop the row"
             )
-
-
-def _turn(turn: dict) -> dict:
-    return {"role": turn["role"], "content": turn["content"]}

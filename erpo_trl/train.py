@@ -209,6 +209,10 @@ def main(argv: Sequence[str]) -> None:
     args = trainer.args
     trainer.accelerator.print(describe(trainer))
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    try:
+        resume = trainer.prepare_training(resume)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
     show_live_line(trainer)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)

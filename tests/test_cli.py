@@ -73,6 +73,20 @@ def test_bad_values_are_refused_with_the_field(recipe, option, value, message, c
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--max_rows", "1"], "The training data has 1 rows but one generation batch holds"),
+        (["--resume_from_checkpoint", "gone"], "gone"),
+    ],
+)
+def test_what_training_refuses_is_one_line(recipe, options, message, capsys):
+    """What is found wrong when training begins, after the model was loaded."""
+    assert cli.main(["train", "--config", str(recipe), *options]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("erpo-trl train: ")]
+    assert message in line
+
+
 def test_default_precision_fits_the_device(tmp_path):
     """TRL's bf16 default is an error on a machine without it; a newcomer's first command must run there."""
     _, args, _ = parse(["--output_dir", str(tmp_path)])

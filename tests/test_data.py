@@ -88,6 +88,16 @@ def test_a_problem_that_is_chat_already(write):
     assert dataset[0]["prompt"] == [*turns[:2], *user("1+1?!")]
 
 
+def test_a_turn_with_more_than_text_is_refused(write):
+    """Tool calls would be lost without a word, and the prompt be another; a null beside the text is nothing."""
+    plain = [{**turn, "name": None} for turn in user("1+1?")]
+    called = [*user("1+1?"), {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, *user("So?")]
+    rows = [{"prompt": turns, "answer": "2"} for turns in (plain, called)]
+    with pytest.raises(ValueError, match=r"row 1\), field 'prompt': turn 1 has 'tool_calls', which would be lost"):
+        load_problems(write("p.jsonl", rows), problem="prompt")
+    assert load_problems(write("q.jsonl", rows[:1]), problem="prompt")[0]["prompt"] == user("1+1?")
+
+
 def test_answers_are_strings_or_none_with_one_warning(write, caplog):
     answers = [None, "", 142.0, 0.25, 7, ["1", "\\sqrt{2}"], float("nan"), []]
     dataset = load_problems(write("p.jsonl", [{"problem": "?", "answer": answer} for answer in answers]))

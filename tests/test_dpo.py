@@ -46,6 +46,7 @@ from erpo_trl.train import parse
 ALPHA, BETA = 0.3, 0.1
 NOTHING = {"query_kl_coef": 0.0, "query_weight": "uniform"}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+USER = [{"role": "user", "content": "1+1="}]
 
 
 # ------------------------------------------------------------------------------------------------- nothing, bit for bit
@@ -629,6 +630,10 @@ def test_bad_options_are_refused(recipe, options, message, capsys):
         (
             [PAIR, PAIR | {"prompt": [{"role": "user", "content": "a"}]}],
             r"line 2 \(row 1\), field 'prompt': .*expected text",
+        ),
+        (
+            [{"chosen": USER, "rejected": USER}, {"chosen": USER, "rejected": [{**USER[0], "tool_calls": ["add"]}]}],
+            r"line 2 \(row 1\), field 'rejected': turn 0 has 'tool_calls', which would be lost",
         ),
         ([PAIR | {"rejected": "\ud800"}], r"line 1 \(row 0\), field 'rejected': the lone surrogate"),
     ],

@@ -222,3 +222,8 @@ def test_off_by_default(tmp_path):
     trainer.prepare_reference()
     assert type(trainer._get_train_sampler()) is RepeatSampler
     assert trainer.train_dataset["prompt"] == ROWS
+
+
+def test_steps_without_a_power_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="query_sampling_steps does nothing without query_sampling_power"):
+        make_config(tmp_path, query_sampling_steps=5)

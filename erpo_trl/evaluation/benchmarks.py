@@ -14,12 +14,12 @@ from ..data import (
     MATH_PROMPT_SUFFIX,
     READERS,
     Row,
-    _build,
-    _field_names,
-    _load_from_hub,
-    _read,
-    _require_fields,
+    build_dataset,
+    field_names,
     load_arithmetic,
+    load_from_hub,
+    read_rows,
+    require_fields,
 )
 
 
@@ -122,21 +122,21 @@ def load_benchmark(
         return Benchmark(name, dataset, "embedded, split 'test'")
 
     known = BENCHMARKS.get(name)
-    rows, source = (_read(path), path) if path else _from_hub(name, known, revision)
-    found = _field_names(rows)
+    rows, source = (read_rows(path), path) if path else _from_hub(name, known, revision)
+    found = field_names(rows)
     problem = problem or _first([known.problem] if known else [], ["problem", "prompt"], found)
     answer = answer or _first([known.answer] if known else [], ["answer"], found)
-    _require_fields(rows, source, (problem, answer), "Name the right ones with problem_field and answer_field")
+    require_fields(rows, source, (problem, answer), "Name the right ones with problem_field and answer_field")
     gold = known.gold if known else lambda value: value
     rows = [(where, {problem: row.get(problem), answer: gold(row.get(answer))}) for where, row in rows[:max_rows]]
     if suffix is None and known:
         suffix = MATH_PROMPT_SUFFIX
-    return Benchmark(name, _build(rows, source, problem, answer, suffix, **options), source)
+    return Benchmark(name, build_dataset(rows, source, problem, answer, suffix, **options), source)
 
 
 def _from_hub(name: str, known: Source, revision: str) -> tuple[list[Row], str]:
     source = f"{known.hub_id}, split {known.split!r}" + (f", revision {revision}" if revision else "")
-    rows = _load_from_hub(
+    rows = load_from_hub(
         known.hub_id, known.split, revision or None, f"Give a local file with {name}=FILE", known.config
     )
     if len(rows) not in known.rows:

@@ -413,6 +413,8 @@ class GenerationFields(QueryFields):
             )
         if self.query_sampling_steps is not None:
             require_whole("query_sampling_steps", self.query_sampling_steps, "steps")
+            if not self.query_sampling_power:
+                raise ValueError("query_sampling_steps does nothing without query_sampling_power: set that too.")
         for name in ("query_sampling_power", "query_drop_quantile"):
             if getattr(self, name) and self.query_weight == "uniform":
                 raise ValueError(

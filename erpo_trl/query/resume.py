@@ -81,8 +81,12 @@ class ResumeMixin:
             next(iter(sampler), None)
         return sampler
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """TRL's, against the checkpoint's reference. On SIGTERM it saves a checkpoint and raises SystemExit(143)."""
+    def prepare_training(self, resume_from_checkpoint=None) -> str | None:
+        """All of a run that comes before its first step and may refuse it: the reference table, and with a checkpoint (a
+        folder, or True for the last whole one in `output_dir`) that this is the run it belongs to.
+
+        `train` calls it first. Returns: the checkpoint's folder, or None. Raises: ValueError, OSError.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
         state = read_state(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -98,6 +102,11 @@ class ResumeMixin:
             self._check_same_data(state)
             self._refuse_cut_generation(resume_from_checkpoint, progress)
             self.restore_extra_state(state)
+        return resume_from_checkpoint
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """TRL's, against the checkpoint's reference. On SIGTERM it saves a checkpoint and raises SystemExit(143)."""
+        resume_from_checkpoint = self.prepare_training(resume_from_checkpoint)
         stop = SaveOnTermination(lambda step: not self._inside_generation(step))
         self.add_callback(stop)
         try:
