@@ -26,7 +26,8 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from erpo_trl.forward.prefix import additive, plan, sees, shared_prefixes
+from erpo_trl.forward.branches import additive, sees
+from erpo_trl.forward.prefix import plan, shared_prefixes
 from erpo_trl.forward.support import (
     attention_window,
     flops_per_pair,
