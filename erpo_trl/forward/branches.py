@@ -1,8 +1,14 @@
 """Attention over packed rows that computes no pair of tokens from different branches.
 
-A dense mask makes attention pay for the pairs that it forbids, and most pairs of a packed row are. Here the prompts are unpacked
-to a batch of their own, causal among themselves, and the branches to a batch whose keys are their prompt's and their own: no more
-pairs than in the plain rows, by the same kernel. torch's own `CausalBias` is the model for how it is reached: a mask that
+A dense mask makes attention pay for the pairs that it forbids, and most pairs of a packed row are. Here queries, keys and values
+are unpacked into a batch, by whichever of two ways has fewer pairs, and what comes out is packed again:
+
+- as rows: prompt and completion of each row, padded at the end, by the causal kernel without any mask. The prompts' pairs are
+  computed once a row, as they are in plain rows.
+- as branches: the prompts as a batch of their own, causal among themselves, and the completions as a batch whose keys are their
+  prompt's and their own.
+
+Neither has more pairs than the plain rows. torch's own `CausalBias` is the model for how this is reached: a mask that
 `scaled_dot_product_attention` asks what to do. So it follows the mask wherever that goes, into layers that are run again in a
 backward too, and a model that does anything else with it finds the dense mask.
 """
@@ -40,53 +46,65 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Branches:
-    """Which of N packed slots attend together: G prompts of up to P tokens, B branches of up to C.
+    """Which of N packed slots attend together: G prompts of up to P tokens, B completions of up to C.
+
+    As rows, `prompts` is empty, `queries` and `keys` are the same (B, L), and no mask is needed beside causality.
 
     Args:
-        prompts: (G, P) int64, slots of each prompt, padded at the end.
-        queries: (B, C) int64, slots of each branch, padded at the end.
-        keys: (B, P + C) int64, slots of the branch's prompt, padded as above, then those of the branch.
-        seen: bool, True where a query sees a key: (C, P + C) where all prompts are as long, else (B, 1, C, P + C).
+        prompts: (G, P) int64, slots of each prompt, padded at the end; as rows (0, 0).
+        queries: (B, C) int64, slots of each completion, padded at the end.
+        keys: (B, P + C) int64, slots of the completion's prompt, padded as above, then those of the completion.
+        seen: bool, True where a query sees a key: (C, P + C) where all prompts are as long, else (B, 1, C, P + C); as rows None.
         place: (N,) int64, each slot among the G·P of `prompts` and the B·C of `queries`, flattened one after the other.
     """
 
     prompts: Tensor
     queries: Tensor
     keys: Tensor
-    seen: Tensor
+    seen: Tensor | None
     place: Tensor
 
 
-def sizes(group: np.ndarray, branch: np.ndarray) -> tuple[int, int, int, int]:
-    """(G, P, B, C) of the [`Branches`] of such slots."""
-    prompts, branches, _ = _parts(group, branch)
-    return len(prompts), _longest(prompts), len(branches), _longest(branches)
+@dataclass(frozen=True)
+class Parts:
+    """The slots of each prompt; those of each completion, one at least, which may be empty; the number of its prompt."""
 
+    prompts: list[np.ndarray]
+    completions: list[np.ndarray]
+    owners: list[int]
 
-def _parts(group: np.ndarray, branch: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:
-    """The slots of each prompt, those of each branch, and the number of each branch's prompt. One branch at least, if empty."""
-    group, branch = group.ravel(), branch.ravel()
-    prompts, branches, owners = [], [], []
-    for number in range(group.max() + 1):
-        slots = np.flatnonzero(group == number)  # they lie together: the prompt first, then branch after branch
-        shared = int((branch[slots] == 0).sum())
-        own = slots[shared:]
-        parts = np.split(own, np.flatnonzero(np.diff(branch[own])) + 1) if len(own) else []
-        prompts.append(slots[:shared])
-        branches += parts
-        owners += [number] * len(parts)
-    if not branches:
-        branches, owners = [group[:0]], [0]
-    return prompts, branches, owners
+    @classmethod
+    def of(cls, group: np.ndarray, branch: np.ndarray) -> "Parts":
+        """Those of (R, S) slots, see `prefix.Layout`."""
+        group, branch = group.ravel(), branch.ravel()
+        prompts, completions, owners = [], [], []
+        for number in range(group.max() + 1):
+            slots = np.flatnonzero(group == number)  # they lie together: the prompt first, then branch after branch
+            shared = int((branch[slots] == 0).sum())
+            own = slots[shared:]
+            parts = np.split(own, np.flatnonzero(np.diff(branch[own])) + 1) if len(own) else [own]
+            prompts.append(slots[:shared])
+            completions += parts
+            owners += [number] * len(parts)
+        return cls(prompts, completions, owners)
+
+    def rows(self) -> list[np.ndarray]:
+        return [np.concatenate([self.prompts[owner], own]) for owner, own in zip(self.owners, self.completions)]
+
+    def pairs(self) -> tuple[int, int]:
+        """Pairs of tokens as rows and as branches, where a causal kernel computes half of a square and a masked one all."""
+        rows, prompt, own = (_longest(x) for x in (self.rows(), self.prompts, self.completions))
+        branches = len(self.prompts) * prompt**2 // 2 + len(self.completions) * own * (prompt + own)
+        return len(self.completions) * rows**2 // 2, branches
 
 
 def _longest(rows: list[np.ndarray]) -> int:
     return max(1, max(map(len, rows)))
 
 
-def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:
+def _padded(rows: list[np.ndarray]) -> np.ndarray:
     """Padded with slot 0: what stands there is neither seen nor kept."""
-    padded = np.zeros((len(rows), width), dtype=np.int64)
+    padded = np.zeros((len(rows), _longest(rows)), dtype=np.int64)
     for number, slots in enumerate(rows):
         padded[number, : len(slots)] = slots
     return padded
@@ -94,23 +112,31 @@ def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:
 
 def branches_of(group: np.ndarray, branch: np.ndarray, device: torch.device) -> Branches:
     """The branches of (R, S) slots, see `prefix.Layout`."""
-    prompt_slots, branch_slots, owner = _parts(group, branch)
-    prompts = _padded(prompt_slots, _longest(prompt_slots))
-    queries = _padded(branch_slots, _longest(branch_slots))
-    width = prompts.shape[1]
+    parts = Parts.of(group, branch)
+    as_rows, as_branches = parts.pairs()
+    if as_rows <= as_branches:
+        blocks = [parts.rows()]
+        prompts, queries, seen = np.zeros((0, 0), dtype=np.int64), _padded(blocks[0]), None
+        keys = queries
+    else:
+        blocks = [parts.prompts, parts.completions]
+        prompts, queries = map(_padded, blocks)
+        owner, width = np.array(parts.owners), prompts.shape[1]
+        keys = np.concatenate([prompts[owner], queries], axis=1)
+        seen = np.tril(np.ones((queries.shape[1], keys.shape[1]), dtype=bool), width)
+        lengths = np.array([len(slots) for slots in parts.prompts])[owner, None]
+        if (lengths < width).any():
+            column = np.arange(keys.shape[1])
+            seen = seen & ((column < lengths) | (column >= width))[:, None, None, :]
 
-    seen = np.tril(np.ones((queries.shape[1], width + queries.shape[1]), dtype=bool), width)
-    lengths = np.array([len(slots) for slots in prompt_slots])[owner]
-    if (lengths < width).any():
-        column = np.arange(seen.shape[1])
-        seen = seen & ((column < lengths[:, None]) | (column >= width))[:, None, None, :]
-
-    place = np.zeros(group.size, dtype=np.int64)
-    for start, rows, columns in ((0, prompt_slots, width), (prompts.size, branch_slots, queries.shape[1])):
+    place, start = np.zeros(group.size, dtype=np.int64), 0
+    for rows in blocks:
+        width = _longest(rows)
         for number, slots in enumerate(rows):
-            place[slots] = start + number * columns + np.arange(len(slots))
-    keys = np.concatenate([prompts[owner], queries], axis=1)
-    return Branches(*(torch.from_numpy(x).to(device) for x in (prompts, queries, keys, seen, place)))
+            place[slots] = start + number * width + np.arange(len(slots))
+        start += len(rows) * width
+    arrays = (prompts, queries, keys, seen, place)
+    return Branches(*(None if x is None else torch.from_numpy(x).to(device) for x in arrays))
 
 
 def attend(
@@ -131,18 +157,24 @@ def attend(
     Returns:
         (R, heads, S, size of the values).
     """
-    slots = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    shared = branches.prompts
 
-    def pick(x: Tensor, where: Tensor) -> Tensor:
-        return x.index_select(0, where.flatten()).view(*where.shape, *x.shape[1:]).transpose(1, 2)
+    def unpacked(x: Tensor, own: Tensor) -> list[Tensor]:
+        """Those of the prompts, and of `own`, each (rows, heads, columns, size)."""
+        slots = x.transpose(1, 2).flatten(0, 1)
+        picked = slots.index_select(0, torch.cat([shared.flatten(), own.flatten()]))
+        both = picked.split([shared.numel(), own.numel()])
+        return [y.unflatten(0, where.shape).transpose(1, 2) for y, where in zip(both, (shared, own)) if where.numel()]
 
+    q, k, v = unpacked(query, branches.queries), unpacked(key, branches.keys), unpacked(value, branches.keys)
     options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    prompts = scaled_dot_product_attention(*(pick(x, branches.prompts) for x in slots), is_causal=True, **options)
-    inputs = (pick(x, where) for x, where in zip(slots, (branches.queries, branches.keys, branches.keys)))
-    completions = scaled_dot_product_attention(*inputs, attn_mask=branches.seen, **options)
-    states = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (prompts, completions)])
+    causal = branches.seen is None
+    states = [scaled_dot_product_attention(q[-1], k[-1], v[-1], attn_mask=branches.seen, is_causal=causal, **options)]
+    if shared.numel():
+        states.insert(0, scaled_dot_product_attention(q[0], k[0], v[0], is_causal=True, **options))
+    slots = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in states])
     rows, _, columns, _ = query.shape
-    return states.index_select(0, branches.place).unflatten(0, (rows, columns)).transpose(1, 2)
+    return slots.index_select(0, branches.place).unflatten(0, (rows, columns)).transpose(1, 2)
 
 
 class BranchMask(Tensor):
