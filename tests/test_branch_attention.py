@@ -107,7 +107,7 @@ def test_causal_and_a_mask_exclude_each_other():
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_no_pair_of_two_branches_and_no_more_than_in_plain_rows(name, way):
+def test_no_more_pairs_than_in_plain_rows(name, way):
     """Counted in the calls of the kernel: a square counts in full, as under a causal kernel in plain rows."""
     layout = layout_of(name)
     pairs = []
