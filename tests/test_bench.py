@@ -14,6 +14,7 @@ from erpo_trl import DatasetMapper, cli
 from erpo_trl.bench.config import SMOKE, BenchConfig
 from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interleaved, peak_bytes
 from erpo_trl.bench.positions import measure_positions
+from erpo_trl.bench.prefix import measure_prefix
 from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
 from erpo_trl.bench.workload import Workload, mixed_lengths
 from erpo_trl.query.scoring import batches_by_tokens
@@ -65,6 +66,18 @@ def test_compute_and_memory_of_a_step(work, tmp_path):
     assert memory[ERPO][0] <= 1.03 * memory[BASE][0]
     weights = sum(p.numel() for p in work.model().parameters()) * 4
     assert memory[REFERENCE_MODEL][0] - memory[BASE][0] == pytest.approx(weights, rel=0.05)
+
+
+@pytest.mark.parametrize("shape, choice", [((40, 4), "on"), ((4, 40), "off")])
+def test_shared_prompts(work, tmp_path, shape, choice):
+    """Of 8 rows each: a long prompt is worth sharing and saves memory, which `auto` then has; a short one is left alone."""
+    time, memory = measure_prefix(work, StepShape(*shape, group=8, queries=2), 1, tmp_path)
+    assert time.name == f"step time with shared prompts ({shape[0]}, {shape[1]}, 8), auto is {choice}"
+    assert list(time.values) == list(memory.values) == ["off", "on", "auto"]
+    off, on, auto = (memory.values[side][0] for side in ("off", "on", "auto"))
+    assert auto == pytest.approx(on if choice == "on" else off, rel=0.02)
+    if choice == "on":
+        assert on < off
 
 
 # --------------------------------------------------------------------------------------------- counts of the scoring pass
@@ -158,7 +171,7 @@ def test_rounds_are_interleaved_and_compared_round_by_round():
 @pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
     """The command measures, prints a table and keeps it with machine, date and versions."""
-    parts = ["positions", "step", "scoring", "startup", "evaluation"]
+    parts = ["positions", "step", "shared_prefix", "scoring", "startup", "evaluation"]
     output = tmp_path / "bench"
     assert cli.main(["bench", "--smoke", "--repetitions", "1", "--output", str(output), "--parts", *parts]) == 0
     said = capsys.readouterr().out

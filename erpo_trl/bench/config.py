@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-PARTS = ("positions", "step", "scoring", "scaling", "startup", "evaluation")
+PARTS = ("positions", "step", "shared_prefix", "scoring", "scaling", "startup", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Shapes:
     """Shapes of a run.
 
     Args:
-        model: dimensions of the model. steps: (prompt tokens, completion tokens, K) of the steps; vocabularies: of the steps,
+        model: dimensions of the model. steps: (prompt tokens, completion tokens, K) of the steps; prefixes: the same, of the
+            steps whose rows share prompts; vocabularies: of the steps,
             the first also of everything else. queries: distinct queries of a step. rows: of the scoring pass; longest: its
             longest prompt in tokens. map_rows: rows of the mappings whose memory and warm time are taken, the second also
             with a warm table. groups, prompts: K and prompt lengths that step time is fitted on. samples, new_tokens: of
@@ -30,6 +31,7 @@ class Shapes:
 
     model: Dimensions
     steps: tuple[tuple[int, int, int], ...]
+    prefixes: tuple[tuple[int, int, int], ...]
     vocabularies: tuple[int, ...]
     queries: int
     rows: int
@@ -42,17 +44,20 @@ class Shapes:
 
 
 QWEN25_05B = Dimensions(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864)
-SMOKE = Shapes(Dimensions(32, 2, 2, 1, 64), ((8, 4, 2),), (64,), 2, 32, 24, (20, 40), (2, 4), (4, 8), 4, 4)
+SMOKE = Shapes(
+    Dimensions(32, 2, 2, 1, 64), ((8, 4, 2),), ((8, 4, 2),), (64,), 2, 32, 24, (20, 40), (2, 4), (4, 8), 4, 4
+)
 QUICK = Shapes(
-    Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)), (2048,), 2, 192, 512, (1000, 10_000),
+    Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)),
+    ((64, 64, 8), (256, 64, 8), (64, 256, 8), (1024, 128, 8), (64, 512, 8)), (2048,), 2, 192, 512, (1000, 10_000),
     (2, 4, 8), (32, 128, 512), 24, 32,
 )  # fmt: skip
 FULL = Shapes(
-    Dimensions(128, 4, 4, 2, 384), QUICK.steps, (32_768, 151_936), 2, 2048, 512, (1000, 10_000, 100_000), (2, 4, 8, 16),
+    Dimensions(128, 4, 4, 2, 384), QUICK.steps, QUICK.prefixes, (32_768, 151_936), 2, 2048, 512, (1000, 10_000, 100_000), (2, 4, 8, 16),
     (32, 64, 128, 256, 512), 64, 64,
 )  # fmt: skip
 FULL_GPU = Shapes(
-    QWEN25_05B, QUICK.steps, (151_936, 32_768), 8, 4096, 2048, (1000, 10_000, 100_000), (2, 4, 8, 16),
+    QWEN25_05B, QUICK.steps, QUICK.prefixes, (151_936, 32_768), 8, 4096, 2048, (1000, 10_000, 100_000), (2, 4, 8, 16),
     (32, 64, 128, 256, 512), 256, 256,
 )  # fmt: skip
 
@@ -66,12 +71,13 @@ class BenchConfig:
         output (`str`, *optional*, defaults to `"runs/bench"`):
             Folder for `bench.json` and `table.md`.
         parts (`list[str]`, *optional*):
-            What to measure, of `positions`, `step`, `scoring`, `scaling`, `startup`, `evaluation`. Default: all.
+            What to measure, of `positions`, `step`, `shared_prefix`, `scoring`, `scaling`, `startup`, `evaluation`. Default: all.
         model (`str`, *optional*):
             Folder or hub id of a model of yours. Default: a Qwen2 built in code with random weights, small on a CPU, of
             Qwen2.5-0.5B's shape on a GPU.
         shapes (`list[str]`, *optional*):
-            Steps as `PROMPTxCOMPLETIONxK`, in tokens and completions a prompt. Default: `64x64x8`, `256x64x8`, `64x256x8`.
+            Steps as `PROMPTxCOMPLETIONxK`, in tokens and completions a prompt. Default: `64x64x8`, `256x64x8`, `64x256x8`, and for
+            `shared_prefix` also `1024x128x8`, `64x512x8`.
         vocabularies (`list[int]`, *optional*):
             Vocabulary sizes of the model built in code. Default: 2048 on a CPU, else 151936 and 32768.
         repetitions (`int`, *optional*, defaults to `10`):
@@ -119,6 +125,7 @@ class BenchConfig:
             **{
                 **vars(shapes),
                 "steps": tuple(self.steps) or shapes.steps,
+                "prefixes": tuple(self.steps) or shapes.prefixes,
                 "vocabularies": tuple(self.vocabularies) or shapes.vocabularies,
             }
         )

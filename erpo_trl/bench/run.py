@@ -23,6 +23,7 @@ from .config import SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison
 from .positions import measure_positions
+from .prefix import measure_prefix
 from .scaling import measure_growth, measure_ranks, measure_rows
 from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
@@ -61,6 +62,9 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
                     # As on a GPU, and, on another device, as it runs there
                     for compact in (True, False) if not gpu else (False,):
                         yield from measure_step(sized, _step(shapes, shape), str(vocabulary), rounds, folder, compact)
+        elif part == "shared_prefix":
+            for shape in shapes.prefixes:
+                yield from measure_prefix(work, _step(shapes, shape), rounds, folder)
         elif part == "scoring":
             yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
             yield measure_warm(small, shapes.map_rows[1], rounds, folder)

@@ -30,6 +30,8 @@ SIDES = {
     ERPO: (ERPOTrainer, ERPOConfig, {}),
     RELEASE: (ReleaseSchemeTrainer, GRPOConfig, {"beta": 0.04}),
 }
+# The same of ERPO alone, by its `shared_prefix`
+SHARING = {mode: (ERPOTrainer, ERPOConfig, {"shared_prefix": mode}) for mode in ("off", "on", "auto")}
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Stepper(TrainerCallback):
 
 def make_trainer(side: str, work: Workload, shape: StepShape, folder: Path, **fields):
     """A trainer of a side that never generates."""
-    trainer_class, config_class, more = SIDES[side]
+    trainer_class, config_class, more = (SIDES | SHARING)[side]
     rows = shape.queries * shape.group
     completions = work.completions(rows, shape.completion)
 

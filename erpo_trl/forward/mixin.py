@@ -14,9 +14,10 @@ from transformers.utils import logging
 from ..policy.mixin import CompletionReader
 from ..query.fingerprint import base_model
 from ..query.likelihood import QueryReader
+from .cost import flops_per_pair, flops_per_token, pays
 from .prefix import Layout, shared_prefixes
 from .regroup import regroup
-from .support import attention_window, flops_per_pair, flops_per_token, pays, why_not_shared
+from .support import attention_window, why_not_shared
 
 logger = logging.get_logger(__name__)
 

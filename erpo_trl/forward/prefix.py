@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .branches import BranchMask, additive, branches_of, sees
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -100,28 +102,6 @@ def _fill(lengths: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return packed, used
 
 
-def sees(group: Tensor, branch: Tensor) -> Tensor:
-    """Which slots a slot attends to: itself and what is before it in its group's prompt and its own branch.
-
-    Args:
-        group, branch: (R, S), see [`Layout`].
-
-    Returns:
-        (R, 1, S, S) bool, [r, 0, i, j] True where slot i sees slot j. Padding sees padding: no row is empty, so a softmax
-        over it is finite.
-    """
-    slots = group.shape[1]
-    causal = torch.ones(slots, slots, dtype=torch.bool, device=group.device).tril()
-    same_group = group.unsqueeze(2) == group.unsqueeze(1)
-    own = (branch.unsqueeze(2) == branch.unsqueeze(1)) | (branch == 0).unsqueeze(1)
-    return (causal & same_group & own).unsqueeze(1)
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as eager attention adds it to its scores: 0 where a slot is seen, the dtype's lowest number elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
 def unpack(states: Tensor, place: Tensor) -> Tensor:
     """(R, S, H) or (R·S, H) states of packed slots as (B, L, H); a prompt's go to each of its rows, with their gradients' sum."""
     flat = states.reshape(-1, states.shape[-1])
@@ -140,7 +120,7 @@ def shared_prefixes(
     Args:
         backbone: the transformer without its head.
         prompt_width: columns of the prompt.
-        eager: whether its attention adds a float mask to the scores, rather than take a bool one.
+        eager: whether its attention adds a float mask to the scores, rather than call `scaled_dot_product_attention`.
         wanted: whether to use a layout; else the forward is the plain one.
     """
     place: Tensor | None = None
@@ -155,10 +135,13 @@ def shared_prefixes(
             torch.from_numpy(x).to(ids.device)
             for x in (layout.source, layout.position, layout.group, layout.branch, layout.place)
         )
-        mask = sees(group, branch)
+        if eager:
+            mask = additive(sees(group, branch), module.get_input_embeddings().weight.dtype)
+        else:
+            mask = BranchMask.of(group, branch, branches_of(layout.group, layout.branch, ids.device))
         packed = {
             "input_ids": ids.flatten()[source],
-            "attention_mask": additive(mask, module.get_input_embeddings().weight.dtype) if eager else mask,
+            "attention_mask": mask,
             "position_ids": position,
         }
         return args, kwargs | packed
