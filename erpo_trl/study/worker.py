@@ -1,0 +1,254 @@
+"""One run of a study, in a process of its own: train, evaluate, measure, write the record."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import transformers
+import yaml
+from transformers import AutoModelForCausalLM
+
+from .._version import __version__
+from ..data import resolve_dataset
+from ..demo.arithmetic import make_problems
+from ..evaluation.backends import TransformersBackend
+from ..evaluation.model_source import load_tokenizer, resolve_model
+from ..evaluation.results import write_atomically
+from ..evaluation.run import evaluate
+from ..evaluation.sampling import PASS_AT_1_DRAW
+from ..query.checkpoint import last_whole_checkpoint
+from ..report.analysis import nll_correlation
+from ..report.runs import checkpoint_step
+from ..train import main as train
+from . import measure
+from .recipe import RunSpec, data_folder, train_options
+from .records import digits, thinned_log, write_record
+
+TRAINED = "trained.json"  # written when training is done: seconds it took
+LOG = "log.txt"
+BATCH_TOKENS = 65536
+
+
+def write_data(run: RunSpec, work: Path) -> Path:
+    """The problems of a run as two files, `train.jsonl` and `held_out.jsonl`, which share no expression; their folder.
+
+    Raises: ValueError where there are not so many different problems.
+    """
+    folder, data = data_folder(run, work), run.settings["data"]
+    for split, name in (("train", "train"), ("test", "held_out")):
+        problems = make_problems(data[name], data["seed"], levels=data["levels"], split=split)
+        if len({problem["problem"] for problem in problems}) < len(problems):
+            raise ValueError(f"data: levels {data['levels']} do not offer {data[name]} different {name} problems")
+        text = "".join(json.dumps(problem) + "\n" for problem in problems)
+        write_atomically(folder / f"{name}.jsonl", lambda temporary, text=text: temporary.write_text(text))
+    return folder
+
+
+def main(run: RunSpec, model: str, work: str, records: str, questions: list[str], commit: str) -> None:
+    """The process of a run, with its output in `log.txt` of the run's folder. Exit status 0: the record is written."""
+    # Ctrl-C reaches every process of a terminal; the one that started this decides what is to end
+    os.setsid()
+    folder = Path(work) / "runs" / run.slug
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOG, "a", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            with claimed(folder):
+                run_once(run, model, Path(work), Path(records), questions, commit)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """The run's folder to one process alone: of two, one would undo the other's work."""
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"{folder} is at work in another process; wait for it, or end it") from error
+        yield
+
+
+def run_once(run: RunSpec, model: str, work: Path, records: Path, questions: list[str], commit: str) -> None:
+    """Everything that one run takes; what an earlier try left whole is taken up."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    transformers.utils.logging.disable_progress_bar()
+    folder = work / "runs" / run.slug
+    if run.steps:
+        trained, resumed = train_once(run, model, folder, work)
+        states = {run.steps: folder / "model"}
+        if run.settings["evaluation"]["checkpoints"]:
+            states |= {checkpoint_step(path): path for path in (folder / "model").glob("checkpoint-*")}
+            states[run.steps] = folder / "model"
+        log = json.loads((folder / "model" / "trainer_state.json").read_text())["log_history"]
+    else:
+        trained, resumed, states, log = 0.0, False, {0: model}, []
+    start = time.perf_counter()
+    evaluations = [
+        {"step": step, "temperatures": evaluation_of(run, str(path), folder / f"eval-{step}", data_folder(run, work))}
+        for step, path in sorted(states.items())
+    ]
+    evaluated = time.perf_counter()
+    measured = measurements(run, model, str(states[run.steps]), data_folder(run, work))
+    write_record(
+        records / f"{run.slug}.json",
+        {
+            "name": run.name,
+            "hash": run.key,
+            "seed": run.seed,
+            "questions": questions,
+            "commit": commit,
+            "versions": {"erpo_trl": __version__, **{n: version(n) for n in ("torch", "transformers", "trl", "peft")}},
+            "settings": run.settings,
+            "seconds": {"train": trained, "evaluate": evaluated - start, "measure": time.perf_counter() - evaluated},
+            "resumed": resumed,
+            "evaluations": evaluations,
+            **measured,
+            "log": thinned_log(log),
+        },
+    )
+    # The record holds what is needed; the weights of hundreds of runs would fill a disk
+    for path in (folder / "model").glob("checkpoint-*"):
+        shutil.rmtree(path)
+
+
+def train_once(run: RunSpec, model: str, folder: Path, work: Path) -> tuple[float, bool]:
+    """Trains, or goes on where an earlier try left a checkpoint, or finds the training done.
+
+    Returns: seconds that training took, over all tries that left a checkpoint; whether it was resumed.
+    """
+    output, done = folder / "model", folder / TRAINED
+    if done.is_file():
+        found = json.loads(done.read_text())
+        return found["seconds"], found["resumed"]
+    options = train_options(run, model, folder, work)
+    try:
+        checkpoint = last_whole_checkpoint(str(output))
+    except ValueError:
+        # What a killed process left is not to be taken for a part of this run
+        checkpoint = None
+        shutil.rmtree(output, ignore_errors=True)
+    recipe = folder / "recipe.yaml"
+    text = yaml.safe_dump(options, sort_keys=False)
+    write_atomically(recipe, lambda temporary: temporary.write_text(text))
+    before = 0.0
+    if checkpoint is not None:
+        before = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else 0.0
+    start = time.perf_counter()
+    try:
+        train(["--config", str(recipe), *(["--resume_from_checkpoint", checkpoint] if checkpoint else [])])
+    finally:
+        seconds = before + time.perf_counter() - start
+        write_json(folder / "seconds.json", seconds)
+    write_json(done, {"seconds": seconds, "resumed": checkpoint is not None})
+    return seconds, checkpoint is not None
+
+
+def write_json(path: Path, content) -> None:
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content)))
+
+
+def evaluation_of(run: RunSpec, model: str, output: Path, data: Path) -> dict[str, dict]:
+    """Accuracy of a model on the held-out problems by temperature.
+
+    Returns: temperature -> "samples" and "right", how many of each problem's samples are right, a digit each; "pass@1", the
+    same of Pass@1's own draw; mean "tokens" and share "truncated".
+    """
+    settings, train_settings = run.settings["evaluation"], run.settings["train"]
+    metrics = evaluate(
+        model=model,
+        output=str(output),
+        file=[str(data / "held_out.jsonl")],
+        prompt_suffix=train_settings.get("prompt_suffix"),
+        system_prompt=train_settings.get("system_prompt"),
+        temperatures=settings["temperatures"],
+        samples=settings["samples"],
+        max_new_tokens=train_settings["max_completion_length"],
+        seed=run.seed,
+        dtype="float32",
+        batch_tokens=BATCH_TOKENS,
+        scoring_workers=1,
+    )
+    table = pq.read_table(output / "samples.parquet", columns=["temperature", "row", "sample", "verdict"])
+    at, row, sample = (table[name].to_numpy() for name in ("temperature", "row", "sample"))
+    verdict = table["verdict"].to_numpy(zero_copy_only=False) == 1
+    found = {}
+    for name, entry in metrics["benchmarks"]["held_out"]["temperatures"].items():
+        here = at == float(name)
+        own, shared = here & (sample == PASS_AT_1_DRAW), here & (sample != PASS_AT_1_DRAW)
+        found[name] = {
+            "samples": len(np.unique(sample[shared])),
+            "right": digits(np.bincount(row[shared], weights=verdict[shared])),
+            **({"pass@1": digits(np.bincount(row[own], weights=verdict[own]))} if own.any() else {}),
+            **{key: entry[key]["value"] for key in ("tokens", "truncated")},
+        }
+    return found
+
+
+def measurements(run: RunSpec, base: str, model: str, data: Path) -> dict[str, Mapping]:
+    """Drifts of a model from its base, and the NLLs of prompts and responses; see `measure.py`."""
+    source = resolve_model(model)
+    tokenizer = load_tokenizer(source)
+    backend = TransformersBackend.load(source, tokenizer, "float32", BATCH_TOKENS, "cpu")
+    before = AutoModelForCausalLM.from_pretrained(resolve_model(base).name, dtype=torch.float32).eval()
+    options = {
+        name: run.settings["train"].get(key)
+        for name, key in (("suffix", "prompt_suffix"), ("system_prompt", "system_prompt"))
+    }
+    prompts = {
+        name: measure.prompt_ids(tokenizer, resolve_dataset(data / f"{name}.jsonl", **options))
+        for name in ("train", "held_out")
+    }
+    drifts = {name: measure.prompt_drift(backend.model, before, ids, backend.pad) for name, ids in prompts.items()}
+    responses = measure.response_drift(
+        backend.model,
+        before,
+        prompts["held_out"],
+        backend,
+        run.settings["evaluation"]["responses"],
+        run.seed,
+        run.settings["train"]["max_completion_length"],
+    )
+    held_out = drifts["held_out"]
+    correlation = nll_correlation(held_out.nll, responses.nll, held_out.tokens, responses.tokens)
+    found = {
+        "drift": {
+            **{f"query_kl_{name}": drift.query_kl for name, drift in drifts.items()},
+            **{f"nll_change_{name}": float((drift.nll - drift.ref_nll).mean()) for name, drift in drifts.items()},
+            "policy_kl": responses.policy_kl,
+            "entropy": responses.entropy,
+        },
+        "nll": {name: getattr(correlation, name) for name in ("points", "pearson", "spearman", "partial")},
+    }
+    if not run.steps:  # the scatter plot's points; of trained models the correlations are enough
+        columns = {"prompt": held_out.nll, "response": responses.nll}
+        columns |= {"prompt_tokens": held_out.tokens, "response_tokens": responses.tokens}
+        found["nll"] |= columns
+    return found
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the code, with "+changes" where files differ from it; "unknown" outside a repository."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def ended_by_signal(status: int) -> bool:
+    """Whether a process's exit status says that it was told to stop, not that it failed."""
+    return status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
