@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..evaluation.backends import Request
-from ..evaluation.protocol import make_requests, tokenize_prompts
+from ..evaluation.protocol import make_requests
 from ..query.divergence import query_kl
 
 BATCH_TOKENS = 16384
@@ -117,8 +117,3 @@ def response_drift(
 
 def _place(request: Request) -> tuple[int, int]:
     return request.row, request.sample
-
-
-def prompt_ids(tokenizer, problems) -> list[tuple[int, ...]]:
-    """Token ids of the prompts of a data set, as training gives them to the model."""
-    return tokenize_prompts(tokenizer, problems["prompt"][:])

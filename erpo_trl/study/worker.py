@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 import torch
 import transformers
 import yaml
@@ -25,12 +26,12 @@ from ..data import resolve_dataset
 from ..demo.arithmetic import make_problems
 from ..evaluation.backends import TransformersBackend
 from ..evaluation.model_source import load_tokenizer, resolve_model
+from ..evaluation.protocol import complete_table, drawn_table, make_requests, score_table, tokenize_prompts
 from ..evaluation.results import write_atomically
-from ..evaluation.run import evaluate
-from ..evaluation.sampling import PASS_AT_1_DRAW
 from ..query.checkpoint import last_whole_checkpoint
 from ..report.analysis import nll_correlation
 from ..report.runs import checkpoint_step
+from ..rewards import TIME_LIMIT_S
 from ..train import main as train
 from . import measure
 from .recipe import RunSpec, data_folder, train_options
@@ -60,6 +61,8 @@ def main(run: RunSpec, model: str, work: str, records: str, questions: list[str]
     """The process of a run, with its output in `log.txt` of the run's folder. Exit status 0: the record is written."""
     # Ctrl-C reaches every process of a terminal; the one that started this decides what is to end
     os.setsid()
+    # What the imports made stays for good: training begins with a garbage collection, which need not look at it again
+    gc.freeze()
     folder = Path(work) / "runs" / run.slug
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOG, "a", buffering=1) as log:
@@ -99,12 +102,13 @@ def run_once(run: RunSpec, model: str, work: Path, records: Path, questions: lis
     else:
         trained, resumed, states, log = 0.0, False, {0: model}, []
     start = time.perf_counter()
-    evaluations = [
-        {"step": step, "temperatures": evaluation_of(run, str(path), folder / f"eval-{step}", data_folder(run, work))}
-        for step, path in sorted(states.items())
-    ]
+    lab = Lab(run, model, data_folder(run, work))
+    evaluations = []
+    for step, path in sorted(states.items()):
+        lab.take(str(path))  # the last one stays for the measurements
+        evaluations.append({"step": step, "temperatures": lab.accuracies()})
     evaluated = time.perf_counter()
-    measured = measurements(run, model, str(states[run.steps]), data_folder(run, work))
+    measured = lab.measurements()
     write_record(
         records / f"{run.slug}.json",
         {
@@ -163,83 +167,76 @@ def write_json(path: Path, content) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content)))
 
 
-def evaluation_of(run: RunSpec, model: str, output: Path, data: Path) -> dict[str, dict]:
-    """Accuracy of a model on the held-out problems by temperature.
+class Lab:
+    """Evaluates and measures models on a run's problems. Args: run; base: path or id of the model before training; data: folder."""
 
-    Returns: temperature -> "samples" and "right", how many of each problem's samples are right, a digit each; "pass@1", the
-    same of Pass@1's own draw; mean "tokens" and share "truncated".
-    """
-    settings, train_settings = run.settings["evaluation"], run.settings["train"]
-    metrics = evaluate(
-        model=model,
-        output=str(output),
-        file=[str(data / "held_out.jsonl")],
-        prompt_suffix=train_settings.get("prompt_suffix"),
-        system_prompt=train_settings.get("system_prompt"),
-        temperatures=settings["temperatures"],
-        samples=settings["samples"],
-        max_new_tokens=train_settings["max_completion_length"],
-        seed=run.seed,
-        dtype="float32",
-        batch_tokens=BATCH_TOKENS,
-        scoring_workers=1,
-    )
-    table = pq.read_table(output / "samples.parquet", columns=["temperature", "row", "sample", "verdict"])
-    at, row, sample = (table[name].to_numpy() for name in ("temperature", "row", "sample"))
-    verdict = table["verdict"].to_numpy(zero_copy_only=False) == 1
-    found = {}
-    for name, entry in metrics["benchmarks"]["held_out"]["temperatures"].items():
-        here = at == float(name)
-        own, shared = here & (sample == PASS_AT_1_DRAW), here & (sample != PASS_AT_1_DRAW)
-        found[name] = {
-            "samples": len(np.unique(sample[shared])),
-            "right": digits(np.bincount(row[shared], weights=verdict[shared])),
-            **({"pass@1": digits(np.bincount(row[own], weights=verdict[own]))} if own.any() else {}),
-            **{key: entry[key]["value"] for key in ("tokens", "truncated")},
+    def __init__(self, run: RunSpec, base: str, data: Path):
+        self.run, self.data = run, data
+        self.source = resolve_model(base)
+        self.base = AutoModelForCausalLM.from_pretrained(self.source.name, dtype=torch.float32).eval()
+        settings = run.settings["train"]
+        options = {"suffix": settings.get("prompt_suffix"), "system_prompt": settings.get("system_prompt")}
+        self.problems = {name: resolve_dataset(data / f"{name}.jsonl", **options) for name in ("train", "held_out")}
+        self.room = settings["max_completion_length"]
+
+    def take(self, model: str) -> None:
+        """The model that is looked at from here on. Args: model: path or id."""
+        source = resolve_model(model)
+        tokenizer = load_tokenizer(source)
+        self.backend = TransformersBackend.load(source, tokenizer, "float32", BATCH_TOKENS, "cpu")
+        self.tokenizer = tokenizer
+        self.prompts = {n: tokenize_prompts(tokenizer, problems["prompt"][:]) for n, problems in self.problems.items()}
+
+    def accuracies(self) -> dict[str, dict]:
+        """On the held-out problems, with the draws of `erpo-trl eval --file held_out.jsonl`.
+
+        Returns: temperature -> "samples"; "right", how many of each problem's samples are, a digit each; mean "tokens" of a sample
+        and the share "truncated".
+        """
+        settings, name = self.run.settings["evaluation"], "held_out"
+        ids, golds = self.prompts[name], self.problems[name]["answer"][:]
+        found = {}
+        for t in settings["temperatures"]:
+            requests = make_requests(name, ids, t, settings["samples"], self.run.seed, self.room, None, own_draw=False)
+            parts = [
+                drawn_table(name, batch, self.backend.generate(batch), self.tokenizer)
+                for batch in self.backend.plan(requests)
+            ]
+            drawn = complete_table(pa.concat_tables(parts), name, len(ids), t, settings["samples"], own_draw=False)
+            scored = score_table(drawn, golds, 1, TIME_LIMIT_S)
+            right = scored["verdict"].to_numpy(zero_copy_only=False) == 1
+            found[f"{t:g}"] = {
+                "samples": len(right) // len(ids),
+                "right": digits(right.reshape(len(ids), -1).sum(1)),
+                "tokens": float(np.mean(scored["tokens"].to_numpy())),
+                "truncated": float(np.mean(np.array(scored["finish"].to_pylist()) == "length")),
+            }
+        return found
+
+    def measurements(self) -> dict[str, Mapping]:
+        """Drifts from the base, and the NLLs of prompts and responses; see `measure.py`."""
+        model, pad, prompts = self.backend.model, self.backend.pad, self.prompts
+        drifts = {name: measure.prompt_drift(model, self.base, ids, pad) for name, ids in prompts.items()}
+        samples = self.run.settings["evaluation"]["responses"]
+        responses = measure.response_drift(
+            model, self.base, prompts["held_out"], self.backend, samples, self.run.seed, self.room
+        )
+        held_out = drifts["held_out"]
+        correlation = nll_correlation(held_out.nll, responses.nll, held_out.tokens, responses.tokens)
+        found = {
+            "drift": {
+                **{f"query_kl_{name}": drift.query_kl for name, drift in drifts.items()},
+                **{f"nll_change_{name}": float((drift.nll - drift.ref_nll).mean()) for name, drift in drifts.items()},
+                "policy_kl": responses.policy_kl,
+                "entropy": responses.entropy,
+            },
+            "nll": {name: getattr(correlation, name) for name in ("points", "pearson", "spearman", "partial")},
         }
-    return found
-
-
-def measurements(run: RunSpec, base: str, model: str, data: Path) -> dict[str, Mapping]:
-    """Drifts of a model from its base, and the NLLs of prompts and responses; see `measure.py`."""
-    source = resolve_model(model)
-    tokenizer = load_tokenizer(source)
-    backend = TransformersBackend.load(source, tokenizer, "float32", BATCH_TOKENS, "cpu")
-    before = AutoModelForCausalLM.from_pretrained(resolve_model(base).name, dtype=torch.float32).eval()
-    options = {
-        name: run.settings["train"].get(key)
-        for name, key in (("suffix", "prompt_suffix"), ("system_prompt", "system_prompt"))
-    }
-    prompts = {
-        name: measure.prompt_ids(tokenizer, resolve_dataset(data / f"{name}.jsonl", **options))
-        for name in ("train", "held_out")
-    }
-    drifts = {name: measure.prompt_drift(backend.model, before, ids, backend.pad) for name, ids in prompts.items()}
-    responses = measure.response_drift(
-        backend.model,
-        before,
-        prompts["held_out"],
-        backend,
-        run.settings["evaluation"]["responses"],
-        run.seed,
-        run.settings["train"]["max_completion_length"],
-    )
-    held_out = drifts["held_out"]
-    correlation = nll_correlation(held_out.nll, responses.nll, held_out.tokens, responses.tokens)
-    found = {
-        "drift": {
-            **{f"query_kl_{name}": drift.query_kl for name, drift in drifts.items()},
-            **{f"nll_change_{name}": float((drift.nll - drift.ref_nll).mean()) for name, drift in drifts.items()},
-            "policy_kl": responses.policy_kl,
-            "entropy": responses.entropy,
-        },
-        "nll": {name: getattr(correlation, name) for name in ("points", "pearson", "spearman", "partial")},
-    }
-    if not run.steps:  # the scatter plot's points; of trained models the correlations are enough
-        columns = {"prompt": held_out.nll, "response": responses.nll}
-        columns |= {"prompt_tokens": held_out.tokens, "response_tokens": responses.tokens}
-        found["nll"] |= columns
-    return found
+        if not self.run.steps:  # the scatter plot's points; of trained models the correlations are enough
+            columns = {"prompt": held_out.nll, "response": responses.nll}
+            columns |= {"prompt_tokens": held_out.tokens, "response_tokens": responses.tokens}
+            found["nll"] |= columns
+        return found
 
 
 def commit_of(folder: Path) -> str:

@@ -1,0 +1,401 @@
+"""The pages of a study, out of its records: claim, runs, tables and plots with 95 % intervals over seeds.
+
+Every number is made from the records, which each page lists. What is written by hand, the findings, lies in files of its own
+below `findings/` and is put in as it is.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..evaluation.results import write_atomically
+from ..report.analysis import find_collapses, tail_mean, train_eval_gaps
+from ..report.document import Picture, Section, as_markdown
+from ..report.drawing import draw_nll
+from ..report.live import duration
+from .plots import Line, Panel, as_png, draw_intervals, draw_panels, seed_line
+from .recipe import Question
+from .records import Record
+from .statistics import Interval, log_interval, mean_interval, paired_difference, paired_ratio
+
+FINDINGS = "findings"  # hand-written, below the folder of the pages
+POLICY_KL = ("policy/kl", "kl")
+NOTHING = 1e-9  # a divergence in nats below which there is none
+TRAINED_AT = 1.0  # the temperature of training, at which training and held-out accuracy compare
+
+# Variant -> seed -> its record; variants without a record are there, too
+Found = Mapping[str, Mapping[int, Record]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run. Args: title; of: record -> value, None where it has none; log: its intervals are of logarithms; scale."""
+
+    title: str
+    of: Callable[[Record], float | None]
+    log: bool = False
+    scale: float = 1.0
+
+    def values(self, records: Mapping[int, Record]) -> dict[int, float]:
+        """Seed -> value, where it is finite."""
+        found = {seed: self.of(record) for seed, record in records.items()}
+        return {
+            seed: self.scale * value for seed, value in found.items() if value is not None and math.isfinite(value)
+        }
+
+    def interval(self, records: Mapping[int, Record]) -> Interval:
+        values = list(self.values(records).values())
+        return log_interval(values) if self.log and all(v > NOTHING for v in values) else mean_interval(values)
+
+    def difference(self, a: Mapping[int, Record], b: Mapping[int, Record]) -> Interval:
+        """Of a to b, by seed: a ratio where intervals are of logarithms."""
+        a, b = self.values(a), self.values(b)
+        if not self.log:
+            return paired_difference(a, b)
+        positive = [{seed: v for seed, v in values.items() if v > NOTHING} for values in (a, b)]
+        return paired_ratio(*positive)
+
+
+def _drift(name: str) -> Callable[[Record], float | None]:
+    return lambda record: record.content["drift"].get(name)
+
+
+def _end_reward(record: Record) -> float | None:
+    _, values = record.series("reward")
+    return tail_mean(values) if len(values) else None
+
+
+AT_THE_END = (
+    Measure("Query-KL, training prompts", _drift("query_kl_train"), log=True),
+    Measure("Query-KL, held-out prompts", _drift("query_kl_held_out"), log=True),
+    Measure("Policy-KL", _drift("policy_kl"), log=True),
+    Measure("entropy", _drift("entropy")),
+    Measure("training reward, %", _end_reward, scale=100),
+)
+
+
+def accuracy_at(temperature: float) -> Measure:
+    return Measure(f"T={temperature:g}", lambda record: float(record.right(temperature).mean()), scale=100)
+
+
+MEAN_ACCURACY = Measure(
+    "mean", lambda record: float(np.mean([record.right(t).mean() for t in record.temperatures])), scale=100
+)
+
+
+def cell(found: Interval, digits: str = ".3g") -> str:
+    """`mean [low, high]`; the mean alone of one seed; a dash without any."""
+    if not found.count:
+        return "–"
+    if math.isnan(found.low):
+        return f"{found.mean:{digits}}"
+    return f"{found.mean:{digits}} [{found.low:{digits}}, {found.high:{digits}}]"
+
+
+def end_table(found: Found, measures: Sequence[Measure] = AT_THE_END) -> list[list[str]]:
+    """A row per variant that has records, a column per measure."""
+    rows = [["", "seeds", *(measure.title for measure in measures)]]
+    for name, records in found.items():
+        if records:
+            rows.append([name, str(len(records)), *(cell(measure.interval(records)) for measure in measures)])
+    return rows
+
+
+def accuracy_table(found: Found, temperatures: Sequence[float]) -> list[list[str]]:
+    """Right answers in percent by sampling temperature."""
+    measures = [*map(accuracy_at, temperatures), MEAN_ACCURACY]
+    rows = [["", "seeds", *(measure.title for measure in measures)]]
+    for name, records in found.items():
+        if records:
+            rows.append([name, str(len(records)), *(cell(m.interval(records), ".1f") for m in measures)])
+    return rows
+
+
+def pairs_of(question: Question) -> list[tuple[str, str]]:
+    """Which variant is compared with which: the pairs that the recipe names, then every other with its baseline."""
+    named = [tuple(pair) for pair in question.summary.get("pairs", ())]
+    baseline = question.summary.get("baseline")
+    others = [(name, baseline) for name in question.runs if baseline not in (None, name)]
+    return list(dict.fromkeys([*named, *others]))
+
+
+def difference_table(question: Question, found: Found, temperatures: Sequence[float]) -> list[list[str]]:
+    """Paired by seed: ratios of the divergences, and differences of the accuracies in points."""
+    ratios = [measure for measure in AT_THE_END if measure.log]
+    accuracies = [*map(accuracy_at, temperatures), MEAN_ACCURACY]
+    rows = [
+        ["", "seeds", *(f"{m.title}, ratio" for m in ratios), *(f"accuracy {m.title}, points" for m in accuracies)]
+    ]
+    for a, b in pairs_of(question):
+        shared = found[a].keys() & found[b].keys()
+        if shared:
+            cells = [cell(m.difference(found[a], found[b])) for m in ratios]
+            cells += [cell(m.difference(found[a], found[b]), "+.1f") for m in accuracies]
+            rows.append([f"{a} against {b}", str(len(shared)), *cells])
+    return rows
+
+
+def gap_table(found: Found) -> list[list[str]]:
+    """Training accuracy minus held-out accuracy at every checkpoint, in points, at the temperature of training."""
+    rows = [["", "seeds", "train − held-out by checkpoint", "mean over checkpoints"]]
+    for name, records in found.items():
+        gaps = {seed: dict(_gaps(record)) for seed, record in records.items()}
+        steps = sorted(set.intersection(*map(set, gaps.values()))) if gaps else []
+        if steps:
+            cells = [f"{step}: {cell(mean_interval([100 * g[step] for g in gaps.values()]), '.1f')}" for step in steps]
+            mean = mean_interval([100 * float(np.mean([g[step] for step in steps])) for g in gaps.values()])
+            rows.append([name, str(len(records)), "; ".join(cells), cell(mean, ".1f")])
+    return rows
+
+
+def _gaps(record: Record) -> list[tuple[int, float]]:
+    evaluations = record.content["evaluations"]
+    if TRAINED_AT not in record.temperatures:
+        return []
+    steps = [entry["step"] for entry in evaluations]
+    return train_eval_gaps(
+        *record.series("reward"), steps, [float(record.right(TRAINED_AT, step).mean()) for step in steps]
+    )
+
+
+def collapse_table(found: Found) -> list[list[str]]:
+    """The first sign of collapse of each run: entropy or reward out of its running band."""
+    rows = [["", "seeds", "with a sign of collapse", "first signs"]]
+    for name, records in found.items():
+        signs = {
+            seed: find_collapses({name: record.series(name) for name in ("entropy", "reward")})
+            for seed, record in records.items()
+        }
+        if records:
+            first = "; ".join(f"seed {seed}: {s[0].kind} at step {s[0].step}" for seed, s in signs.items() if s)
+            rows.append([name, str(len(records)), str(sum(map(bool, signs.values()))), first or "none"])
+    return rows
+
+
+def nll_table(found: Found) -> list[list[str]]:
+    """Correlations of prompt NLL and response NLL over the held-out prompts."""
+    names = {"pearson": "Pearson", "spearman": "Spearman", "partial": "Pearson given both lengths"}
+    measures = [Measure(title, lambda r, name=name: r.content["nll"][name]) for name, title in names.items()]
+    return end_table(found, measures)
+
+
+# ------------------------------------------------------------------------------------------------------------------- plots
+def curves_figure(found: Found, chosen: Sequence[str]):
+    """Drifts, entropy and reward over steps; None where nothing is known."""
+    panels = []
+    for title, unit, names, log in (
+        ("Query-KL while training", "nats per prompt token", ("query/kl",), True),
+        ("Policy-KL while training", "nats per completion token", POLICY_KL, True),
+        ("Entropy", "nats per completion token", ("entropy",), False),
+        ("Training reward", "share of right answers", ("reward",), False),
+    ):
+        lines = [
+            seed_line(name, index, [record.series(*names) for record in found[name].values()], log)
+            for index, name in enumerate(found)
+            if name in chosen
+        ]
+        panels.append(Panel(title, unit, [line for line in lines if line is not None], log))
+    return draw_panels(panels, "optimizer step") if any(panel.lines for panel in panels) else None
+
+
+def temperature_figure(found: Found, chosen: Sequence[str], temperatures: Sequence[float]):
+    """Accuracy against temperature; None without records."""
+    lines = [
+        Line(name, index, temperatures, [accuracy_at(t).interval(found[name]) for t in temperatures])
+        for index, name in enumerate(found)
+        if name in chosen and found[name]
+    ]
+    panel = Panel("Held-out problems", "right answers, %", lines)
+    return draw_panels([panel], "sampling temperature") if lines else None
+
+
+def difference_figure(question: Question, found: Found):
+    """Differences of the mean accuracy, paired by seed; None without a pair of two seeds."""
+    rows = {f"{a} − {b}": MEAN_ACCURACY.difference(found[a], found[b]) for a, b in pairs_of(question)}
+    rows = {label: interval for label, interval in rows.items() if interval.count > 1}
+    label = "difference of the mean accuracy over temperatures, points"
+    return draw_intervals(rows, label, zero=True) if rows else None
+
+
+def nll_figure(found: Found):
+    """Prompt NLL against response NLL of the model before training; None without it."""
+    panels = []
+    for index, (name, records) in enumerate(found.items()):
+        for seed, record in list(records.items())[:1]:
+            nll = record.content["nll"]
+            if "prompt" in nll:
+                entry = {"label": f"{name}, seed {seed}", "colour": index, "x": nll["prompt"], "y": nll["response"]}
+                panels.append(entry | {key: nll[key] for key in ("points", "pearson", "spearman", "partial")})
+    return draw_nll({"panels": panels}) if panels else None
+
+
+# ------------------------------------------------------------------------------------------------------------------- pages
+def missing_sentences(question: Question, found: Found) -> list[str]:
+    """What is not run yet."""
+    absent = {name: [run.seed for run in runs if run.seed not in found[name]] for name, runs in question.runs.items()}
+    parts = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in absent.items() if seeds]
+    return [f"Not run yet, and in none of the numbers below: {'; '.join(parts)}."] if parts else []
+
+
+def record_table(found: Found) -> list[list[str]]:
+    """The records behind a page, with the code's commit and what the run took."""
+    rows = [["record", "steps", "commit", "time", "resumed"]]
+    for records in found.values():
+        for record in records.values():
+            content = record.content
+            commit, mark, _ = content["commit"].partition("+")
+            rows.append(
+                [
+                    f"[{record.path.stem}](runs/{record.path.name})",
+                    str(record.steps),
+                    commit[:10] + (" + changes" if mark else ""),
+                    duration(sum(content["seconds"].values())),
+                    "yes" if content["resumed"] else "no",
+                ]
+            )
+    return rows
+
+
+def sections_of(question: Question, found: Found, findings: str | None) -> list[Section]:
+    """The page of a question."""
+    claim = Section("Claim", [question.claim])
+    written = Section("Findings", [findings] if findings else [], [] if findings else ["Not written yet."])
+    done = sum(map(len, found.values()))
+    wanted = sum(map(len, question.runs.values()))
+    runs = Section(
+        "Runs", [f"{done} of {wanted} runs are done.", options_table(question)], missing_sentences(question, found)
+    )
+    if not done:
+        return [claim, written, runs]
+    temperatures = next(record for records in found.values() for record in records.values()).temperatures
+    source = (
+        f"From the records of {', '.join(f'`{name}`' for name, records in found.items() if records)}, listed below."
+    )
+    chosen = question.summary.get("lines") or list(found)
+
+    def picture(title: str, name: str, figure, caption: str) -> Section:
+        if figure is None:
+            return Section(title, [], ["No record holds what this plot shows."])
+        return Section(title, [Picture(f"{question.name}-{name}", as_png(figure), f"{caption} {source}")])
+
+    band = "Line: mean over seeds; band: its 95 % interval (Student's t"
+    found_sections = [
+        claim,
+        written,
+        runs,
+        Section(
+            "At the end of training",
+            [
+                end_table(found),
+                "Divergences in nats per token, from the model before training: Query-KL by k3 per prompt token, the same for all "
+                "variants whatever they trained with; Policy-KL in full on sampled responses to held-out prompts. Mean and 95 % "
+                f"interval over seeds (Student's t; of the logarithms for divergences, whose mean is geometric). {source}",
+            ],
+        ),
+        Section(
+            "Accuracy on held-out problems",
+            [
+                accuracy_table(found, temperatures),
+                f"Right answers in percent, by sampling temperature and in the mean. Mean and 95 % interval over seeds. {source}",
+            ],
+        ),
+        Section(
+            "Differences",
+            [
+                difference_table(question, found, temperatures),
+                "Paired by seed, with 95 % intervals: an interval that holds 1 (ratio) or 0 (points) shows no difference at this "
+                f"number of seeds. Nothing is corrected for the number of comparisons. {source}",
+            ],
+        ),
+        picture(
+            "Training",
+            "training",
+            curves_figure(found, chosen),
+            f"{band}; of the logarithms where the axis is logarithmic). Query-KL as the run logged it, by its own estimator.",
+        ),
+        picture(
+            "Accuracy by temperature", "temperature", temperature_figure(found, chosen, temperatures), f"{band})."
+        ),
+        picture(
+            "Differences of accuracy",
+            "differences",
+            difference_figure(question, found),
+            "95 % intervals, paired by seed.",
+        ),
+    ]
+    if any(runs[0].settings["evaluation"]["checkpoints"] for runs in question.runs.values()):
+        found_sections += [
+            Section(
+                "Gap between training and held-out problems",
+                [
+                    gap_table(found),
+                    f"Points at T={TRAINED_AT:g}; training accuracy is the reward logged last. {source}",
+                ],
+            ),
+            Section(
+                "Signs of collapse",
+                [collapse_table(found), f"By the running bands of `erpo-trl report`, on entropy and reward. {source}"],
+            ),
+        ]
+    if any(runs[0].steps == 0 for runs in question.runs.values()):
+        found_sections += [
+            Section(
+                "Prompt NLL and response NLL",
+                [
+                    nll_table(found),
+                    f"Over the held-out prompts; response NLL is the mean of a prompt's responses. {source}",
+                ],
+            ),
+            picture("Before training", "nll", nll_figure(found), "A point is a held-out prompt; NLLs in nats."),
+        ]
+    return [*found_sections, Section("Records", [record_table(found)])]
+
+
+def options_table(question: Question) -> list[list[str]]:
+    """What each variant is: the options in which the variants differ."""
+    options = {name: runs[0].settings["train"] for name, runs in question.runs.items()}
+    keys = list(dict.fromkeys(key for own in options.values() for key in own))
+    differ = [key for key in keys if len({str(own.get(key)) for own in options.values()}) > 1]
+    rows = [["variant", "seeds", "options"]]
+    for name, runs in question.runs.items():
+        own = ", ".join(f"`{key}: {options[name][key]}`" for key in differ if key in options[name])
+        rows.append([name, ", ".join(str(run.seed) for run in runs), own or "the base's"])
+    return rows
+
+
+def gather(question: Question, records: Mapping[str, Record]) -> dict[str, dict[int, Record]]:
+    """The records of a question by variant and seed."""
+    return {
+        name: {run.seed: records[run.slug] for run in runs if run.slug in records}
+        for name, runs in question.runs.items()
+    }
+
+
+def title_of(question: Question) -> str:
+    return question.name.replace("_", " ").replace("-", " ").capitalize()
+
+
+def write_pages(folder: Path, questions: Sequence[Question], records: Mapping[str, Record]) -> list[str]:
+    """A page per question with its plots, into the folder. Returns: the names of the files written."""
+    written = []
+    for question in questions:
+        found = gather(question, records)
+        text_file = folder / FINDINGS / f"{question.name}.md"
+        findings = text_file.read_text(encoding="utf-8").strip() if text_file.is_file() else None
+        sections = sections_of(question, found, findings)
+        for section in sections:
+            for block in section.blocks:
+                if isinstance(block, Picture):
+                    path = folder / f"{block.name}.png"
+                    write_atomically(path, lambda temporary, png=block.png: temporary.write_bytes(png))
+                    written.append(path.name)
+        head = f"<!-- Written by erpo-trl study from the records in runs/ and {FINDINGS}/{question.name}.md. -->{os.linesep}"
+        text = head + as_markdown(title_of(question), sections)
+        page = folder / f"{question.name}.md"
+        write_atomically(page, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
+        written.append(page.name)
+    return written
