@@ -85,7 +85,7 @@ def draw_intervals(rows: Mapping[str, Interval], xlabel: str, zero: bool) -> Fig
     """A row per variant: its mean as a point, its interval as a line. Args: zero: mark 0, of differences."""
     figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(rows)), layout="constrained")
     axis = figure.subplots()
-    for place, (label, found) in enumerate(rows.items()):
+    for place, found in enumerate(rows.values()):
         colour = COLOURS[place % len(COLOURS)]
         axis.plot([found.low, found.high], [place, place], color=colour, linewidth=1.8)
         axis.plot(found.mean, place, MARKERS[place % len(MARKERS)], color=colour, markersize=5)

@@ -19,7 +19,7 @@ from ..evaluation.config import parse_temperatures
 from ..evaluation.results import digest
 from ..train import parse
 
-QUESTION_KEYS = ("question", "claim", "base", "seeds", "variants", "train", "evaluation", "summary")
+QUESTION_KEYS = ("question", "title", "claim", "base", "seeds", "variants", "train", "evaluation", "summary")
 BASE_KEYS = ("train", "data", "evaluation")
 DATA_KEYS = ("levels", "train", "held_out", "seed")
 EVALUATION_KEYS = ("temperatures", "samples", "checkpoints", "responses")
@@ -59,10 +59,11 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Question:
-    """Args: name; claim: what the papers say, in words; runs: of each variant, one per seed; path: its file; summary: what to
+    """Args: name; title: the question in words; claim: what the papers say; runs: of each variant, one per seed; path: its file; summary: what to
     show, see `summary.py`."""
 
     name: str
+    title: str
     claim: str
     runs: Mapping[str, Sequence[RunSpec]]
     path: Path
@@ -78,7 +79,7 @@ def read_questions(
     two seeds.
     Raises: InputError that names the file and what is wrong in it.
     """
-    needed = ("question", "claim", "base", "seeds", "variants")
+    needed = ("question", "title", "claim", "base", "seeds", "variants")
     files = [(Path(path), _read(Path(path), QUESTION_KEYS, needed)) for path in paths]
     bases = {(path.parent / content["base"]).resolve() for path, content in files}
     if len(bases) > 1:
@@ -184,7 +185,8 @@ def _question(path: Path, content: Mapping, base: Mapping, weights: str, smoke: 
         if smoke:
             settings = smoke_settings(settings)
         runs[name] = [RunSpec(name, seed, settings) for seed in (seeds[:2] if smoke else seeds)]
-    return Question(content["question"], " ".join(content["claim"].split()), runs, path, content.get("summary") or {})
+    texts = [" ".join(content[key].split()) for key in ("title", "claim")]
+    return Question(content["question"], *texts, runs, path, content.get("summary") or {})
 
 
 def smoke_settings(settings: Mapping) -> dict:

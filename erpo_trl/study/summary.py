@@ -5,7 +5,6 @@ below `findings/` and is put in as it is.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,10 +374,6 @@ def gather(question: Question, records: Mapping[str, Record]) -> dict[str, dict[
     }
 
 
-def title_of(question: Question) -> str:
-    return question.name.replace("_", " ").replace("-", " ").capitalize()
-
-
 def write_pages(folder: Path, questions: Sequence[Question], records: Mapping[str, Record]) -> list[str]:
     """A page per question with its plots, into the folder. Returns: the names of the files written."""
     written = []
@@ -393,8 +388,8 @@ def write_pages(folder: Path, questions: Sequence[Question], records: Mapping[st
                     path = folder / f"{block.name}.png"
                     write_atomically(path, lambda temporary, png=block.png: temporary.write_bytes(png))
                     written.append(path.name)
-        head = f"<!-- Written by erpo-trl study from the records in runs/ and {FINDINGS}/{question.name}.md. -->{os.linesep}"
-        text = head + as_markdown(title_of(question), sections)
+        head = f"<!-- Written by erpo-trl study from the records in runs/ and {FINDINGS}/{question.name}.md. -->\n"
+        text = head + as_markdown(question.title, sections)
         page = folder / f"{question.name}.md"
         write_atomically(page, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
         written.append(page.name)

@@ -71,7 +71,7 @@ def main(run: RunSpec, model: str, work: str, records: str, questions: list[str]
         try:
             with claimed(folder):
                 run_once(run, model, Path(work), Path(records), questions, commit)
-        except BaseException:
+        except Exception:
             traceback.print_exc()
             raise
 
