@@ -23,6 +23,7 @@ QUESTION_KEYS = ("question", "title", "claim", "base", "seeds", "variants", "tra
 BASE_KEYS = ("train", "data", "evaluation")
 DATA_KEYS = ("levels", "train", "held_out", "seed")
 EVALUATION_KEYS = ("temperatures", "samples", "checkpoints", "responses")
+SUMMARY_KEYS = ("baseline", "pairs", "lines")
 # What the runner decides: neither a base nor a variant may
 RUNNERS_OWN = ("output_dir", "seed", "dataset", "reference_cache_dir", "resume_from_checkpoint", "report_to")
 # A record keeps how many of a problem's samples were right as one digit
@@ -59,8 +60,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Question:
-    """Args: name; title: the question in words; claim: what the papers say; runs: of each variant, one per seed; path: its file; summary: what to
-    show, see `summary.py`."""
+    """What is asked and what answering takes.
+
+    Args: name; title: the question in words; claim: what the papers say; runs: of each variant, one per seed; path: its file;
+    summary: "baseline", the variant that others are compared with, "pairs" of variants to compare beside it, "lines", the variants
+    that plots show (default: all).
+    """
 
     name: str
     title: str
@@ -185,8 +190,18 @@ def _question(path: Path, content: Mapping, base: Mapping, weights: str, smoke: 
         if smoke:
             settings = smoke_settings(settings)
         runs[name] = [RunSpec(name, seed, settings) for seed in (seeds[:2] if smoke else seeds)]
+    _check_summary(content.get("summary") or {}, runs, where)
     texts = [" ".join(content[key].split()) for key in ("title", "claim")]
     return Question(content["question"], *texts, runs, path, content.get("summary") or {})
+
+
+def _check_summary(summary: Mapping, variants: Mapping, where: str) -> None:
+    """What the pages show is about variants that there are."""
+    _require_keys(summary, SUMMARY_KEYS, (), f"{where}, summary")
+    named = [*summary.get("lines", ()), *(name for pair in summary.get("pairs", ()) for name in pair)]
+    for name in [*named, *([summary["baseline"]] if "baseline" in summary else [])]:
+        if name not in variants:
+            raise InputError(f"{where}, summary: there is no variant {name!r}; there are {', '.join(variants)}")
 
 
 def smoke_settings(settings: Mapping) -> dict:
@@ -222,9 +237,11 @@ def _check_options(runs: Mapping[str, RunSpec], questions: Sequence[Question], m
             path.write_text(yaml.safe_dump(train_options(run, model, Path(folder), Path(folder))))
             try:
                 parse(["--config", str(path)])
-            except InputError as error:
+            except (InputError, SystemExit) as error:
+                # argparse says on stderr which value it cannot read, and exits
+                why = error if isinstance(error, InputError) else "an option's value cannot be read, see above"
                 asked = next(q.path for q in questions for runs in q.runs.values() if runs[0].key == key)
-                raise InputError(f"{asked}, {run.name}: {error}") from error
+                raise InputError(f"{asked}, {run.name}: {why}") from error
 
 
 def train_options(run: RunSpec, model: str, folder: Path, work: Path) -> dict:
