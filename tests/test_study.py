@@ -340,19 +340,29 @@ def test_a_stopped_study_goes_on_and_runs_nothing_twice(tmp_path):
     assert all(record.content["commit"] == "c" and record.content["questions"] == ["q"] for record in found.values())
 
 
+# Variants that stand for their question in CI; `--smoke` itself makes all of them, see the slow test
+SMOKED = {
+    "drift": ["grpo", "erpo"],
+    "accuracy": ["grpo", "erpo", "base"],
+    "algorithms": ["rloo-erpo"],
+    "long_horizon": ["grpo"],
+    "ingredients": ["erpo"],
+    "staleness": ["updates-16-drpo-0.5"],
+    "nll": ["base", "grpo", "erpo"],
+}
+
+
 @pytest.mark.distributed
 def test_smoke_of_all_questions(tmp_path, capsys, monkeypatch):
-    """Every question's first two variants and what is not trained, two steps, two seeds, to the pages; `--smoke` itself has
-    all variants, whose options are parsed here."""
+    """From the shipped questions to their pages, two steps, two seeds."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "study"
     folder.mkdir()
     for path in QUESTIONS:
         content = yaml.safe_load(path.read_text())
         content["base"] = str(path.parent / content["base"])
-        variants = content["variants"]
-        kept = [*list(variants)[:2], *(name for name, options in variants.items() if options.get("max_steps") == 0)]
-        content["variants"] = {name: variants[name] for name in kept}
+        kept = SMOKED[content["question"]]
+        content["variants"] = {name: content["variants"][name] for name in kept}
         content["summary"] = {"baseline": kept[0]}
         (folder / path.name).write_text(yaml.safe_dump(content, sort_keys=False))
     out = tmp_path / "out"
@@ -364,17 +374,15 @@ def test_smoke_of_all_questions(tmp_path, capsys, monkeypatch):
         name = yaml.safe_load(path.read_text())["question"]
         text = (out / f"{name}.md").read_text()
         assert "Not run yet" not in text
-        for picture in ("training", "temperature", "differences"):
+        for picture in ["training", "temperature", *["differences"][: len(SMOKED[name]) - 1]]:
             assert (out / f"{name}-{picture}.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        "224" not in (out / "long_horizon.md").read_text()
-        and "Signs of collapse" in (out / "long_horizon.md").read_text()
-    )
+    assert "Signs of collapse" in (out / "long_horizon.md").read_text()
     assert (out / "nll-nll.png").is_file()
     records = [read_record(path) for path in (out / "runs").glob("*.json")]
     assert {record.seed for record in records} == {0, 1}
     base = next(record for record in records if record.name == "base")
     assert base.content["drift"]["query_kl_train"] == 0 and len(base.content["nll"]["prompt"]) == 4
+    assert "| [What breaks first" in (out / "index.md").read_text()
     # Again: nothing is left to do
     assert cli.main(["study", "--config", *files, "--smoke", str(out)]) == 0
     assert "runs done" not in capsys.readouterr().out
@@ -518,7 +526,7 @@ def test_gap_is_training_minus_held_out_at_each_checkpoint(tmp_path):
 def test_pages_name_what_is_missing_and_where_numbers_come_from(tmp_path):
     keys = {"seeds": [0, 1], "variants": {"grpo": {}, "erpo": {"beta": 0.5}}, "summary": {"baseline": "grpo"}}
     [question], _ = read_questions(write_study(tmp_path / "q", q=keys))
-    write_pages(tmp_path / "none", [question], {})
+    write_pages(tmp_path / "none", [question], [question], {})
     text = (tmp_path / "none" / "q.md").read_text()
     assert "> Not run yet, and in none of the numbers below: grpo (seeds 0, 1); erpo (seeds 0, 1)." in text
     assert "0 of 4 runs are done." in text and "> Not written yet." in text
@@ -529,14 +537,16 @@ def test_pages_name_what_is_missing_and_where_numbers_come_from(tmp_path):
     (out / "findings").mkdir()
     (out / "findings" / "q.md").write_text("It is not.\n")
     records, _ = find_records(out / "runs", [question])
-    write_pages(out, [question], records)
+    write_pages(out, [question], [question], records)
     text = (out / "q.md").read_text()
     assert "> Not run yet, and in none of the numbers below: grpo (seeds 1)." in text
     assert "It is not." in text and "Not written yet" not in text
     slug = question.runs["erpo"][1].slug
     assert f"[{slug}](runs/{slug}.json)" in text and "0123456789 + changes" in text
     assert "`beta: 0.5`" in text
+    index = (out / "index.md").read_text()
+    assert "[Is it?](q.md) | It is. | 3 of 4" in index
     assert "No record holds what this plot shows." in text  # a pair needs two seeds
     again = {path.name: path.read_bytes() for path in out.glob("q*")}
-    write_pages(out, [question], records)
+    write_pages(out, [question], [question], records)
     assert {path.name: path.read_bytes() for path in out.glob("q*")} == again

@@ -128,10 +128,12 @@ def main(argv: Sequence[str]) -> None:
             options.jobs, options.max_hours, lambda line: print(line, flush=True),
         )  # fmt: skip
         records, _ = find_records(output / RECORDS, questions)
-    if importlib.util.find_spec("erpo_trl.study.summary") is not None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No pages without matplotlib: pip install erpo-trl[plot], then --summarise")
+    else:
         from .summary import write_pages
 
-        print(f"Written to {output}: {', '.join(write_pages(output, chosen, records))}")
+        print(f"Written to {output}: {', '.join(write_pages(output, chosen, questions, records))}")
     if outcome is not None:
         _report(outcome)
 

@@ -374,23 +374,42 @@ def gather(question: Question, records: Mapping[str, Record]) -> dict[str, dict[
     }
 
 
-def write_pages(folder: Path, questions: Sequence[Question], records: Mapping[str, Record]) -> list[str]:
-    """A page per question with its plots, into the folder. Returns: the names of the files written."""
+def write_pages(
+    folder: Path, chosen: Sequence[Question], questions: Sequence[Question], records: Mapping[str, Record]
+) -> list[str]:
+    """A page per chosen question with its plots, and the list of all questions, into the folder.
+
+    Returns: the names of the files written.
+    """
     written = []
-    for question in questions:
-        found = gather(question, records)
-        text_file = folder / FINDINGS / f"{question.name}.md"
-        findings = text_file.read_text(encoding="utf-8").strip() if text_file.is_file() else None
-        sections = sections_of(question, found, findings)
+    for question in chosen:
+        sections = sections_of(question, gather(question, records), _by_hand(folder, question.name))
         for section in sections:
             for block in section.blocks:
                 if isinstance(block, Picture):
                     path = folder / f"{block.name}.png"
                     write_atomically(path, lambda temporary, png=block.png: temporary.write_bytes(png))
                     written.append(path.name)
-        head = f"<!-- Written by erpo-trl study from the records in runs/ and {FINDINGS}/{question.name}.md. -->\n"
-        text = head + as_markdown(question.title, sections)
-        page = folder / f"{question.name}.md"
-        write_atomically(page, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
-        written.append(page.name)
-    return written
+        written.append(_write_page(folder, question.name, as_markdown(question.title, sections)))
+    rows = [["question", "claim", "runs done"]]
+    for question in questions:
+        found = gather(question, records)
+        done, wanted = (sum(map(len, runs.values())) for runs in (found, question.runs))
+        rows.append([f"[{question.title}]({question.name}.md)", question.claim, f"{done} of {wanted}"])
+    text = _by_hand(folder, "index")
+    sections = [Section("Questions", [rows]), *([Section("How", [text])] if text else [])]
+    return [*written, _write_page(folder, "index", as_markdown("The study", sections))]
+
+
+def _by_hand(folder: Path, name: str) -> str | None:
+    path = folder / FINDINGS / f"{name}.md"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def _write_page(folder: Path, name: str, text: str) -> str:
+    note = (
+        f"<!-- Written by erpo-trl study from the records in runs/ and, where there is one, {FINDINGS}/{name}.md. -->"
+    )
+    page = folder / f"{name}.md"
+    write_atomically(page, lambda temporary: temporary.write_text(f"{note}\n{text}", encoding="utf-8"))
+    return page.name
