@@ -135,6 +135,7 @@ def test_one_setting_under_two_names_is_refused(tmp_path):
         ({"variants": {"a": {"beta": "x"}}}, r"q\.question\.yaml, a: an option's value cannot be read, see above"),
         ({"evaluation": {"samples": 10}}, "evaluation: samples must be 1 to 9, found 10"),
         ({"evaluation": {"temperatures": "warm"}}, "temperatures: 'warm' is neither a number nor a range"),
+        ({"summary": {"baseline": "grpo"}}, "summary: there is no variant 'grpo'; there are erpo"),
         ({"base": "nowhere.yaml"}, r"no file .*nowhere\.yaml"),
     ],
 )
@@ -442,6 +443,13 @@ def test_drifts_against_sums_by_hand():
     assert drift.nll.tolist() == pytest.approx(pairs.tolist(), rel=1e-4, abs=1e-5)
     same = measure.response_drift(base, base, prompts, TransformersBackend(base, tokenizer, 1000), 1, 0, 6)
     assert same.policy_kl == 0
+
+
+def test_batches_keep_to_tokens_and_logits():
+    """Padding counts; a row that is too long by itself stands alone."""
+    rows = [(0,) * n for n in (3, 1, 2, 9)]
+    assert measure.batches(rows, 10) == [[1, 2, 0, 3]]
+    assert measure.batches(rows, measure.MOST_LOGITS // 6) == [[1, 2], [0], [3]]
 
 
 # --------------------------------------------------------------------------------------------------------------- statistics

@@ -14,12 +14,14 @@ from ..evaluation.backends import Request
 from ..evaluation.protocol import make_requests
 from ..query.divergence import query_kl
 
-BATCH_TOKENS = 16384
+MOST_TOKENS = 16384
+MOST_LOGITS = 1 << 26  # of one forward, which holds them all; a quarter of a gigabyte
 BENCHMARK = "study"  # part of the seeds of the responses
 
 
-def batches(rows: Sequence[Sequence[int]], most: int = BATCH_TOKENS) -> list[list[int]]:
-    """Indices of rows of token ids, those of like length together, under a budget of tokens with padding."""
+def batches(rows: Sequence[Sequence[int]], vocabulary: int) -> list[list[int]]:
+    """Indices of rows of token ids, those of like length together, under a budget of tokens with padding and of logits."""
+    most = min(MOST_TOKENS, MOST_LOGITS // vocabulary)
     found: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda i: len(rows[i])):
         if not found or (len(found[-1]) + 1) * len(rows[index]) > most:
@@ -61,7 +63,7 @@ def prompt_drift(model, base, prompts: Sequence[Sequence[int]], pad: int) -> Pro
     Args: model, base: in evaluation mode; prompts: token ids; pad: any id.
     """
     kl, nll, ref_nll, tokens = (np.zeros(len(prompts)) for _ in range(4))
-    for rows in batches(prompts):
+    for rows in batches(prompts, base.config.vocab_size):
         ids, mask = padded([prompts[i] for i in rows], pad)
         scored = mask[:, 1:].bool()
         logps, ref = (next_token_logps(m, ids, mask).gather(-1, ids[:, 1:, None]).squeeze(-1) for m in (model, base))
@@ -100,7 +102,7 @@ def response_drift(
         drawn |= {_place(request): draw.token_ids for request, draw in zip(batch, backend.generate(batch))}
     rows = [(*request.prompt_ids, *drawn[_place(request)]) for request in requests]
     kl, entropy, nll, tokens = (np.zeros(len(rows)) for _ in range(4))
-    for members in batches(rows):
+    for members in batches(rows, base.config.vocab_size):
         ids, mask = padded([rows[i] for i in members], backend.pad)
         first = torch.tensor([len(requests[i].prompt_ids) for i in members])
         response = mask[:, 1:].bool() & (torch.arange(1, ids.shape[1]) >= first[:, None])

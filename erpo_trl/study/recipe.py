@@ -21,7 +21,8 @@ from ..train import parse
 
 QUESTION_KEYS = ("question", "title", "claim", "base", "seeds", "variants", "train", "evaluation", "summary")
 BASE_KEYS = ("train", "data", "evaluation")
-DATA_KEYS = ("levels", "train", "held_out", "seed")
+DATA_KEYS = ("levels", "train", "held_out", "seed", "examples")
+DATA_NEEDED = DATA_KEYS[:-1]
 EVALUATION_KEYS = ("temperatures", "samples", "checkpoints", "responses")
 SUMMARY_KEYS = ("baseline", "pairs", "lines")
 # What the runner decides: neither a base nor a variant may
@@ -131,7 +132,7 @@ def _require_keys(content: Mapping, keys: Sequence[str], needed: Sequence[str], 
 
 def _read_base(path: Path) -> dict:
     base = _read(path, BASE_KEYS, BASE_KEYS)
-    _require_keys(base["data"], DATA_KEYS, DATA_KEYS, f"{path}, data")
+    _require_keys(base["data"], DATA_KEYS, DATA_NEEDED, f"{path}, data")
     _require_keys(base["evaluation"], EVALUATION_KEYS, ("temperatures", "samples", "responses"), f"{path}, evaluation")
     for key in ("model_name_or_path", "max_steps"):
         if key not in base["train"]:

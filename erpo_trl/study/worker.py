@@ -48,13 +48,25 @@ def write_data(run: RunSpec, work: Path) -> Path:
     Raises: ValueError where there are not so many different problems.
     """
     folder, data = data_folder(run, work), run.settings["data"]
+    turns = example_turns(data)
     for split, name in (("train", "train"), ("test", "held_out")):
         problems = make_problems(data[name], data["seed"], levels=data["levels"], split=split)
         if len({problem["problem"] for problem in problems}) < len(problems):
             raise ValueError(f"data: levels {data['levels']} do not offer {data[name]} different {name} problems")
+        for problem in problems if turns else ():
+            problem["problem"] = [*turns, {"role": "user", "content": problem["problem"]}]
         text = "".join(json.dumps(problem) + "\n" for problem in problems)
         write_atomically(folder / f"{name}.jsonl", lambda temporary, text=text: temporary.write_text(text))
     return folder
+
+
+def example_turns(data: Mapping) -> list[dict]:
+    """Worked examples as chat turns, for a model that does not box its answers unasked; of the training split."""
+    turns = []
+    for problem in make_problems(data.get("examples", 0), data["seed"] + 1, levels=data["levels"]):
+        turns.append({"role": "user", "content": problem["problem"]})
+        turns.append({"role": "assistant", "content": f"\\boxed{{{problem['answer']}}}"})
+    return turns
 
 
 def main(run: RunSpec, model: str, work: str, records: str, questions: list[str], commit: str) -> None:
