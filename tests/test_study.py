@@ -134,6 +134,10 @@ def test_one_setting_under_two_names_is_refused(tmp_path):
         ),
         ({"variants": {"a": {"beta": "x"}}}, r"q\.question\.yaml, a: an option's value cannot be read, see above"),
         ({"evaluation": {"samples": 10}}, "evaluation: samples must be 1 to 9, found 10"),
+        (
+            {"evaluation": {"checkpoints": True}},
+            "erpo: evaluation.checkpoints needs save_strategy: steps, and save_steps",
+        ),
         ({"evaluation": {"temperatures": "warm"}}, "temperatures: 'warm' is neither a number nor a range"),
         ({"summary": {"baseline": "grpo"}}, "summary: there is no variant 'grpo'; there are erpo"),
         ({"base": "nowhere.yaml"}, r"no file .*nowhere\.yaml"),
@@ -512,6 +516,12 @@ def test_tables_hold_the_numbers_of_the_records(tmp_path):
     assert end["Query-KL, training prompts"] == "2.72 [8.24e-06, 8.96e+05]"
     assert end["Query-KL, held-out prompts"] == "–" and end["Policy-KL"] == "0 [0, 0]"
     assert end["training reward, %"] == "50 [50, 50]"
+    # A run that broke has no number, and the cell says so
+    record = records[question.runs["grpo"][0].slug]
+    record.content["drift"]["query_kl_train"] = None
+    end = dict(zip(*end_table(found)[:2]))
+    assert (end["seeds"], end["Query-KL, training prompts"]) == ("2", "7.39 (of 1)")
+    record.content["drift"]["query_kl_train"] = 1.0
     # erpo − grpo in the mean: (100 + 25)/2 − 25 = 37.5 and (100 + 50)/2 − 37.5 = 37.5
     head, row = difference_table(question, found, [0.5, 1.0])
     cells = dict(zip(head, row))
@@ -521,7 +531,7 @@ def test_tables_hold_the_numbers_of_the_records(tmp_path):
 
 
 def test_gap_is_training_minus_held_out_at_each_checkpoint(tmp_path):
-    keys = {"evaluation": {"checkpoints": True}, "seeds": [0]}
+    keys = {"evaluation": {"checkpoints": True}, "train": {"save_strategy": "steps", "save_steps": 1}}
     [question], _ = read_questions(write_study(tmp_path / "q", q=keys))
     [run] = question.runs["erpo"]
     log = thinned_log([{"step": s, "reward": r} for s, r in ((1, 0.25), (2, 1.0))])

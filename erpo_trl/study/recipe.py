@@ -187,6 +187,8 @@ def _question(path: Path, content: Mapping, base: Mapping, weights: str, smoke: 
         for key in RUNNERS_OWN:
             if key in train:
                 raise InputError(f"{where}, {name}: {key} is the study's to set; take it out")
+        if evaluation["checkpoints"] and (train.get("save_strategy") != "steps" or "save_steps" not in train):
+            raise InputError(f"{where}, {name}: evaluation.checkpoints needs save_strategy: steps, and save_steps")
         settings = {"model": weights, "train": train, "data": data, "evaluation": evaluation}
         if smoke:
             settings = smoke_settings(settings)

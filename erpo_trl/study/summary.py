@@ -86,13 +86,15 @@ MEAN_ACCURACY = Measure(
 )
 
 
-def cell(found: Interval, digits: str = ".3g") -> str:
-    """`mean [low, high]`; the mean alone of one seed; a dash without any."""
+def cell(found: Interval, seeds: int, digits: str = ".3g") -> str:
+    """`mean [low, high]`; the mean alone of one seed; a dash without any. Args: seeds: of the row; where fewer have a finite value,
+    the cell says so."""
     if not found.count:
         return "–"
+    fewer = "" if found.count == seeds else f" (of {found.count})"
     if math.isnan(found.low):
-        return f"{found.mean:{digits}}"
-    return f"{found.mean:{digits}} [{found.low:{digits}}, {found.high:{digits}}]"
+        return f"{found.mean:{digits}}{fewer}"
+    return f"{found.mean:{digits}} [{found.low:{digits}}, {found.high:{digits}}]{fewer}"
 
 
 def end_table(found: Found, measures: Sequence[Measure] = AT_THE_END) -> list[list[str]]:
@@ -100,7 +102,7 @@ def end_table(found: Found, measures: Sequence[Measure] = AT_THE_END) -> list[li
     rows = [["", "seeds", *(measure.title for measure in measures)]]
     for name, records in found.items():
         if records:
-            rows.append([name, str(len(records)), *(cell(measure.interval(records)) for measure in measures)])
+            rows.append([name, str(len(records)), *(cell(m.interval(records), len(records)) for m in measures)])
     return rows
 
 
@@ -110,7 +112,7 @@ def accuracy_table(found: Found, temperatures: Sequence[float]) -> list[list[str
     rows = [["", "seeds", *(measure.title for measure in measures)]]
     for name, records in found.items():
         if records:
-            rows.append([name, str(len(records)), *(cell(m.interval(records), ".1f") for m in measures)])
+            rows.append([name, str(len(records)), *(cell(m.interval(records), len(records), ".1f") for m in measures)])
     return rows
 
 
@@ -132,8 +134,8 @@ def difference_table(question: Question, found: Found, temperatures: Sequence[fl
     for a, b in pairs_of(question):
         shared = found[a].keys() & found[b].keys()
         if shared:
-            cells = [cell(m.difference(found[a], found[b])) for m in ratios]
-            cells += [cell(m.difference(found[a], found[b]), "+.1f") for m in accuracies]
+            cells = [cell(m.difference(found[a], found[b]), len(shared)) for m in ratios]
+            cells += [cell(m.difference(found[a], found[b]), len(shared), "+.1f") for m in accuracies]
             rows.append([f"{a} against {b}", str(len(shared)), *cells])
     return rows
 
@@ -145,9 +147,10 @@ def gap_table(found: Found) -> list[list[str]]:
         gaps = {seed: dict(_gaps(record)) for seed, record in records.items()}
         steps = sorted(set.intersection(*map(set, gaps.values()))) if gaps else []
         if steps:
-            cells = [f"{step}: {cell(mean_interval([100 * g[step] for g in gaps.values()]), '.1f')}" for step in steps]
+            by_step = [mean_interval([100 * g[step] for g in gaps.values()]) for step in steps]
+            cells = [f"{step}: {cell(found, len(gaps), '.1f')}" for step, found in zip(steps, by_step)]
             mean = mean_interval([100 * float(np.mean([g[step] for step in steps])) for g in gaps.values()])
-            rows.append([name, str(len(records)), "; ".join(cells), cell(mean, ".1f")])
+            rows.append([name, str(len(records)), "; ".join(cells), cell(mean, len(gaps), ".1f")])
     return rows
 
 
@@ -292,7 +295,8 @@ def sections_of(question: Question, found: Found, findings: str | None) -> list[
                 end_table(found),
                 "Divergences in nats per token, from the model before training: Query-KL by k3 per prompt token, the same for all "
                 "variants whatever they trained with; Policy-KL in full on sampled responses to held-out prompts. Mean and 95 % "
-                f"interval over seeds (Student's t; of the logarithms for divergences, whose mean is geometric). {source}",
+                f'interval over seeds (Student\'s t; of the logarithms for divergences, whose mean is geometric); "of 2" says that only two seeds '
+                f"have a finite value. {source}",
             ],
         ),
         Section(

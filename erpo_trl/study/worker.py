@@ -108,8 +108,9 @@ def run_once(run: RunSpec, model: str, work: Path, records: Path, questions: lis
         trained, resumed = train_once(run, model, folder, work)
         states = {run.steps: folder / "model"}
         if run.settings["evaluation"]["checkpoints"]:
-            states |= {checkpoint_step(path): path for path in (folder / "model").glob("checkpoint-*")}
-            states[run.steps] = folder / "model"
+            every = run.settings["train"]["save_steps"]  # a stopped run leaves one more, wherever it was
+            found = {checkpoint_step(path): path for path in (folder / "model").glob("checkpoint-*")}
+            states = {step: path for step, path in found.items() if step % every == 0} | states
         log = json.loads((folder / "model" / "trainer_state.json").read_text())["log_history"]
     else:
         trained, resumed, states, log = 0.0, False, {0: model}, []
