@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from erpo_trl.study.records import DIGITS, find_records, read_record, rounded, t
 from erpo_trl.study.runner import expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import accuracy_table, difference_table, end_table, gap_table, gather, write_pages
-from erpo_trl.study.worker import run_once, train_once, write_data
+from erpo_trl.study.worker import claimed, is_claimed, run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +287,16 @@ def test_a_run_that_broke_off_goes_on_from_its_checkpoint_as_if_nothing_had_been
     assert records["whole"]["drift"]["query_kl_train"] > 1e-9 and records["whole"]["drift"]["policy_kl"] > 1e-9
 
 
+def test_a_folder_belongs_to_one_process(tmp_path):
+    assert not is_claimed(tmp_path)
+    with claimed(tmp_path):
+        assert is_claimed(tmp_path)
+        with pytest.raises(RuntimeError, match="is at work in another process; wait for it, or end it"):
+            with claimed(tmp_path, patience=0):
+                pass
+    assert not is_claimed(tmp_path)
+
+
 @pytest.mark.distributed
 def test_a_stopped_study_goes_on_and_runs_nothing_twice(tmp_path):
     """Killed, and told to stop: what is done stays, what was at work is made anew, and a failing run ends no other."""
@@ -308,15 +319,17 @@ def test_a_stopped_study_goes_on_and_runs_nothing_twice(tmp_path):
     def stop_at_the_first(line):
         said.append(line)
         if line.startswith("[1/6]"):
-            # One is killed outright, then the study is told to stop
+            # One run is killed outright, then whoever stops the process group ends the process that forks them, too
             for process in multiprocessing.active_children()[:1]:
                 process.kill()
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
 
     _, outcome = call(stop_at_the_first)
     assert outcome.stopped and outcome.failed == []
     assert len(outcome.done) + len(outcome.left) == 6 and outcome.left
     assert {path.stem for path in records.iterdir()} == set(outcome.done)  # and nothing half-written
+    assert not any(is_claimed(folder) for folder in (work / "runs").iterdir())  # nothing goes on behind our back
     before = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
 
     # In the way of one run: a file where its folder should be

@@ -4,6 +4,7 @@ The processes are forked from one that has imported everything once: an import t
 records of the runs that are done and, of those that were at work, a checkpoint to go on from or nothing.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,13 +17,12 @@ from pathlib import Path
 from ..report.live import duration
 from .recipe import RunSpec
 from .records import Record
-from .worker import LOG, ended_by_signal, write_data
+from .worker import LOG, PATIENCE_SECONDS, ended_by_signal, is_claimed, write_data
 from .worker import main as work_on
 
 # What a run takes beside its steps (evaluation, loading), in steps: measured on the embedded model
 OVERHEAD_STEPS = 50
 SECONDS_PER_STEP = 1.0  # until a run has been measured
-GRACE_SECONDS = 120.0  # for a run that is told to stop to save its checkpoint
 
 
 def expected_seconds(run: RunSpec, records: Sequence[Record]) -> float:
@@ -114,9 +114,12 @@ def run_all(
             for sentinel in wait(list(active), timeout=0.5):
                 process, run, began = active.pop(sentinel)
                 process.join()
+                if stop.asked and process.exitcode:
+                    active[sentinel] = (process, run, began)
+                    break
                 _settle(process.exitcode, run, time.monotonic() - began, outcome, work, total, say)
             if stop.asked and active:
-                _stop(active, outcome, say)
+                _stop(active, outcome, work, records, say)
                 active = {}
             if stop.asked:
                 break
@@ -137,17 +140,29 @@ def _settle(status: int, run: RunSpec, seconds: float, outcome: Outcome, work: P
         say(f"{run.slug} failed: {last_line(work / 'runs' / run.slug / LOG)}")
 
 
-def _stop(active: Mapping, outcome: Outcome, say) -> None:
+def _stop(active: Mapping, outcome: Outcome, work: Path, records: Path, say) -> None:
+    """Ends the runs at work. Whoever stops a whole process group has ended the process that forked them, too, and with it what
+    `multiprocessing` knows of them: a run is at work as long as it holds its folder."""
     say(f"Stopping {len(active)} runs; those in training save a checkpoint first")
-    for process, _, _ in active.values():
+    folders = {process: work / "runs" / run.slug for process, run, _ in active.values()}
+    for process, folder in folders.items():
         process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process, run, _ in active.values():
+        if is_claimed(folder):
+            _send(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for process, folder in folders.items():
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        (outcome.done if process.exitcode == 0 else outcome.left).append(run.slug)
+        while is_claimed(folder) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if is_claimed(folder):
+            _send(process.pid, signal.SIGKILL)
+    for _, run, _ in active.values():
+        (outcome.done if (records / f"{run.slug}.json").is_file() else outcome.left).append(run.slug)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def last_line(log: Path) -> str:

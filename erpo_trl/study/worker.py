@@ -39,6 +39,8 @@ from .records import digits, thinned_log, write_record
 
 TRAINED = "trained.json"  # written when training is done: seconds it took
 LOG = "log.txt"
+LOCK = "lock"
+PATIENCE_SECONDS = 120.0
 BATCH_TOKENS = 65536
 
 
@@ -89,14 +91,34 @@ def main(run: RunSpec, model: str, work: str, records: str, questions: list[str]
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """The run's folder to one process alone: of two, one would undo the other's work."""
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RuntimeError(f"{folder} is at work in another process; wait for it, or end it") from error
+def claimed(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """The run's folder to one process alone: of two, one would undo the other's work.
+
+    Args: patience: seconds to wait for another process, which may be saving its checkpoint.
+    """
+    deadline = time.monotonic() + patience
+    with open(folder / LOCK, "w") as lock:
+        while not _locked(lock):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{folder} is at work in another process; wait for it, or end it")
+            time.sleep(0.2)
         yield
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process is at work in a run's folder."""
+    if not (folder / LOCK).is_file():
+        return False
+    with open(folder / LOCK) as lock:
+        return not _locked(lock)
+
+
+def _locked(lock) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def run_once(run: RunSpec, model: str, work: Path, records: Path, questions: list[str], commit: str) -> None:
