@@ -22,7 +22,8 @@ from erpo_trl.study.recipe import RunSpec, read_questions
 from erpo_trl.study.records import DIGITS, find_records, read_record, rounded, thinned_log, write_record
 from erpo_trl.study.runner import expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
-from erpo_trl.study.summary import accuracy_table, difference_table, end_table, gap_table, gather, write_pages
+from erpo_trl.study.summary import gather, write_pages
+from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
 from erpo_trl.study.worker import claimed, is_claimed, run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
@@ -401,9 +402,8 @@ def test_smoke_of_all_questions(tmp_path, capsys, monkeypatch):
     base = next(record for record in records if record.name == "base")
     assert base.content["drift"]["query_kl_train"] == 0 and len(base.content["nll"]["prompt"]) == 4
     assert "| [What breaks first" in (out / "index.md").read_text()
-    # Again: nothing is left to do
-    assert cli.main(["study", "--config", *files, "--smoke", str(out)]) == 0
-    assert "runs done" not in capsys.readouterr().out
+    assert cli.main(["study", "--config", *files, "--smoke", str(out), "--list"]) == 0
+    assert "In all 0 runs left" in capsys.readouterr().out
 
 
 @pytest.mark.slow
