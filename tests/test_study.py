@@ -256,7 +256,11 @@ def test_expected_time_follows_the_runs_that_are_done(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------------- runs
 def test_a_run_that_broke_off_goes_on_from_its_checkpoint_as_if_nothing_had_been(tmp_path, monkeypatch):
-    [run] = runs_of(tmp_path / "q", train={"max_steps": 4, "save_strategy": "steps", "save_steps": 2})
+    [run] = runs_of(
+        tmp_path / "q",
+        train={"max_steps": 4, "save_strategy": "steps", "save_steps": 2},
+        evaluation={"checkpoints": True},
+    )
     step = ERPOTrainer.training_step
 
     def failing(self, *args, **kwargs):
@@ -279,6 +283,8 @@ def test_a_run_that_broke_off_goes_on_from_its_checkpoint_as_if_nothing_had_been
         models[name] = (folder / "model" / "model.safetensors").read_bytes()
         records[name] = read_record(kept / f"{run.slug}.json").content
         assert records[name]["resumed"] == (name == "broken")
+        assert [entry["step"] for entry in records[name]["evaluations"]] == [2, 4]
+        assert not list((folder / "model").glob("checkpoint-*"))  # what is recorded need not fill the disk
         with monkeypatch.context() as patch:  # trained already: found, not done again
             patch.setattr("erpo_trl.study.worker.train", None)
             assert train_once(run, "demo", folder, work)[1] == (name == "broken")
