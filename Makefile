@@ -10,7 +10,7 @@ WORKERS ?= 2
 OTHER_TRL := 1.15.0
 VLLM := .venv-vllm
 
-.PHONY: train test test-slow bench check-vllm lint format notebooks docs clean
+.PHONY: train test test-slow bench study check-vllm lint format notebooks docs clean
 
 train: $(READY)  ## Train the embedded model with ERPO and with GRPO, compare, and write runs/demo/
 	$(BIN)/erpo-trl demo $(ARGS)
@@ -25,6 +25,9 @@ test-slow: $(READY)  ## The tests that take minutes: the whole demo, the benchma
 
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one
 	$(BIN)/erpo-trl bench $(ARGS)
+
+study: $(READY)  ## The study behind docs/study/: resumable, about six hours on two quiet CPU cores; ARGS="--list" says what is left
+	OMP_NUM_THREADS=1 $(BIN)/erpo-trl study --config recipes/study/*.yaml $(ARGS)
 
 check-vllm: $(VLLM)/ready  ## Train with a real vLLM engine on this machine's CPU; an environment of 4 GB of its own, not in CI
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W "ignore:TRL currently supports vLLM" tests/engine/check_vllm.py $(ARGS)

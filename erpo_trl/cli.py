@@ -12,6 +12,7 @@ COMMANDS = {
     "eval": ("evaluation.run", "main", "evaluate a model at many temperatures: Avg@k, Pass@k, Pass@1"),
     "compare": ("evaluation.compare", "main", "compare evaluations, with paired bootstrap and the paper's tables"),
     "bench": ("bench.run", "main", "measure what ERPO costs, against TRL's GRPO and others, on this machine"),
+    "study": ("study.command", "main", "make the runs of a study, over several seeds, and sum them up"),
     "report": ("report.command", "main", "compare training runs: drift, entropy, weights, evaluations, collapse"),
     "demo": ("demo.run", "main", "train the embedded model with ERPO and with GRPO, and compare them"),
 }

@@ -24,8 +24,11 @@ from erpo_trl.train import make_trainer, parse
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
+# Those of the study are questions, not options of `erpo-trl train`: tests/test_study.py
 NAMES = sorted(
-    str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "accelerate"
+    str(path.relative_to(RECIPES))
+    for path in RECIPES.rglob("*.yaml")
+    if path.relative_to(RECIPES).parts[0] not in ("accelerate", "study")
 )
 PAPER = [name for name in NAMES if name.startswith(("qwen2.5-math-7b/", "qwen2.5-32b/", "release/"))]
 # max_position_embeddings of each model's config.json
