@@ -77,7 +77,7 @@ def fake_record(folder: Path, run: RunSpec, *args, **content) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ recipes
-def test_shipped_questions_cover_the_issue_and_share_runs():
+def test_shipped_questions_have_their_seeds_and_share_runs():
     questions, model = read_questions(QUESTIONS)
     assert [q.name for q in questions] == [
         "drift", "accuracy", "algorithms", "long_horizon", "ingredients", "staleness", "nll",
