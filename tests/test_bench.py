@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from helpers import byte_tokenizer, make_config, prompts_dataset, tiny_model
+from helpers import byte_tokenizer, make_config, make_trainer, prompts_dataset, tiny_model
 
 from erpo_trl import DatasetMapper, cli
 from erpo_trl.bench.config import SMOKE, BenchConfig
@@ -16,6 +16,7 @@ from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interlea
 from erpo_trl.bench.positions import measure_positions
 from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
 from erpo_trl.bench.workload import Workload, mixed_lengths
+from erpo_trl.query import fingerprint
 from erpo_trl.query.scoring import batches_by_tokens
 from erpo_trl.query.table import ReferenceTable
 
@@ -68,16 +69,28 @@ def test_compute_and_memory_of_a_step(work, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- counts of the scoring pass
-def test_padding_of_the_scoring_pass():
-    """Prompts of mixed lengths: no batch passes its budget or 256 tokens of padding, and 19 of 20 tokens are real."""
-    lengths = mixed_lengths(2048, 512, seed=0)
-    batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], 16_384)
+@pytest.mark.parametrize("rows, budget, share", [(192, 16_384, 0.06), (10_000, 16_384, 0.02), (10_000, 2048, 0.005)])
+def test_padding_of_the_scoring_pass(rows, budget, share):
+    """Prompts of mixed lengths: no batch passes its budget or its padding, and all together have little of it."""
+    lengths = mixed_lengths(rows, 600, seed=0)
+    batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], budget)
     sizes = [[len(row) for row in batch] for batch in batches]
     padded = [len(batch) * max(batch) for batch in sizes]
     assert sorted(sum(sizes, [])) == sorted(lengths.tolist())
-    assert max(padded) <= 16_384
-    assert max(total - sum(batch) for total, batch in zip(padded, sizes)) <= 256
-    assert sum(lengths) / sum(padded) > 0.95
+    assert max(padded) <= budget
+    assert all(total - sum(batch) <= max(64, sum(batch) / 32) for total, batch in zip(padded, sizes))
+    assert 1 - sum(lengths) / sum(padded) < share
+
+
+def test_weights_are_digested_once(tmp_path, monkeypatch):
+    """On a cold start, whatever is scored with the model: training rows, then evaluation rows."""
+    calls = []
+    digest = fingerprint.weights_digest
+    monkeypatch.setattr(fingerprint, "weights_digest", lambda *args: calls.append(args) or digest(*args))
+    trainer = make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts_dataset(["one prompt", "another one"])})
+    trainer.prepare_reference()
+    assert [report.scored for _, report in trainer.scoring_reports] == [len(trainer.train_dataset), 2]
+    assert len(calls) == 1
 
 
 def test_bytes_of_the_table(tmp_path):

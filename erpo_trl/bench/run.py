@@ -19,14 +19,14 @@ from transformers.utils import logging
 from .. import __version__
 from ..cli import InputError
 from ..options import parse_options
-from .config import SMOKE, BenchConfig, Shapes
+from .config import NARROW, SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison
 from .positions import measure_positions
 from .scaling import measure_growth, measure_ranks, measure_rows
 from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
-from .step import StepShape, measure_step
+from .step import BASE, ERPO, RELEASE, StepShape, measure_step
 from .workload import Workload
 
 _UNITS = {
@@ -57,10 +57,17 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
         elif part == "step":
             for vocabulary in shapes.vocabularies if config.model is None else (len(work.tokenizer),):
                 sized = Workload(folder, config.model, shapes.model, vocabulary, config.seed)
-                for shape in shapes.steps:
-                    # As on a GPU, and, on another device, as it runs there
-                    for compact in (True, False) if not gpu else (False,):
+                for index, shape in enumerate(shapes.steps):
+                    # As on a GPU, and, on another device, as it runs there: the same ratios for every shape
+                    for compact in (False,) if gpu else (True, False) if not index or config.full else (True,):
                         yield from measure_step(sized, _step(shapes, shape), str(vocabulary), rounds, folder, compact)
+            for vocabulary in shapes.large_vocabularies:
+                narrow = Workload(folder, None, NARROW, vocabulary, config.seed)
+                step = StepShape(*shapes.steps[0], queries=1)
+                named = f"{vocabulary} on a narrow model"
+                # Each of these steps is one of seconds, nearly all of it in the head
+                some, sides = max(1, rounds // 3), (BASE, ERPO, RELEASE)
+                yield from measure_step(narrow, step, named, some, folder, compact=True, sides=sides)
         elif part == "scoring":
             yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
             yield measure_warm(small, shapes.map_rows[1], rounds, folder)

@@ -19,7 +19,7 @@ from .measure import Comparison, interleaved, own_clock, seconds
 from .workload import Workload, mixed_lengths
 
 MAPPER, BARE, LOOP = "DatasetMapper", "bare forward", "obvious loop"
-_LOOP_ROWS = 8  # of a batch of the obvious loop
+_LOOP_ROWS = 16  # of a batch of the obvious loop
 
 
 def mapper_config(work: Workload, folder: Path) -> ERPOConfig:

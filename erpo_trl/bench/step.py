@@ -191,18 +191,24 @@ def held_bytes(trainer) -> int:
 
 
 def measure_step(
-    work: Workload, shape: StepShape, vocabulary: str, repetitions: int, folder: Path, compact: bool
+    work: Workload,
+    shape: StepShape,
+    vocabulary: str,
+    repetitions: int,
+    folder: Path,
+    compact: bool,
+    sides=tuple(SIDES),
 ) -> list[Comparison]:
-    """Time, peak memory and floating-point operations of a step on every side.
+    """Time, peak memory and floating-point operations of a step on several sides.
 
     Args: vocabulary: its size, for the name; repetitions: rounds; folder: for what trainers write; compact: force the
-    compact head (it is the only one on a GPU).
+    compact head (it is the only one on a GPU); sides: those of `BASE`, `ERPO`, `RELEASE`, and what else.
     """
     head = "labelled positions only" if compact or work.gpu else "every position"
     name = f"{shape}, vocabulary {vocabulary}, head on {head}"
     at_most = 1.05 if shape.prompt >= 4 * shape.completion and (compact or work.gpu) else 1.03
     target = {ERPO: ("<=", at_most)}
-    with compact_head(compact), steppers(SIDES, work, shape, folder) as held:
+    with compact_head(compact), steppers(sides, work, shape, folder) as held:
         times = interleaved({side: stepper.step for side, stepper in held.items()}, repetitions)
         memory, flops = {}, {}
         for side, stepper in held.items():
