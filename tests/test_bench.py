@@ -15,6 +15,7 @@ from erpo_trl.bench.config import SMOKE, BenchConfig
 from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interleaved, peak_bytes
 from erpo_trl.bench.positions import measure_positions
 from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
+from erpo_trl.bench.summary import summary_table
 from erpo_trl.bench.workload import Workload, mixed_lengths
 from erpo_trl.query import fingerprint
 from erpo_trl.query.scoring import batches_by_tokens
@@ -167,6 +168,24 @@ def test_rounds_are_interleaved_and_compared_round_by_round():
     assert exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
 
 
+def test_summary_of_aims():
+    """Every side with an aim, its ratio or median with quartiles, in bold where it misses."""
+    found = summary_table(
+        [
+            Comparison("time", "s", {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.2]}, {"b": ("<=", 1.03)}),
+            Comparison("bytes", "bytes", {"a": [4.0], "b": [4.0], "c": [9.0]}, {"b": ("<=", 1.0)}, counted=True),
+            Comparison("rate", "tokens/s", {"a": [100.0], "b": [90.0]}, {"b": (">=", 0.85)}),
+            Comparison("start", "s", {"a": [0.5, 0.25, 0.75]}, limit={"a": 1.0}),
+        ]
+    )
+    assert found.splitlines()[2:] == [
+        "| time: b to a | **1.1 (1.05–1.15)** | ≤ 1.03 |",
+        "| bytes: b to a | 1 | ≤ 1 |",
+        "| rate: b to a | 0.9 (0.90–0.90) | ≥ 0.85 |",
+        "| start: a | 0.50 s (0.38–0.62) | < 1 s |",
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- command
 @pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
@@ -184,6 +203,8 @@ def test_smoke_run(tmp_path, capsys):
     assert "Smoke run: the numbers mean nothing." in table
     for line in table.splitlines()[4:]:
         assert line in said
+    short = (output / "summary.md").read_text()
+    assert "positions beside the completions'" in short and "erpo-trl --help" in short
 
 
 @pytest.mark.slow

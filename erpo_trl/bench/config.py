@@ -67,7 +67,7 @@ class BenchConfig:
 
     Parameters:
         output (`str`, *optional*, defaults to `"runs/bench"`):
-            Folder for `bench.json` and `table.md`.
+            Folder for `bench.json` (every value), `table.md` (every ratio) and `summary.md` (what is aimed at, for a README).
         parts (`list[str]`, *optional*):
             What to measure, of `positions`, `step`, `scoring`, `scaling`, `startup`, `evaluation`. Default: all.
         model (`str`, *optional*):
@@ -90,7 +90,7 @@ class BenchConfig:
             Of weights and prompts.
     """
 
-    output: str = field(default="runs/bench", metadata={"help": "Folder for bench.json and table.md."})
+    output: str = field(default="runs/bench", metadata={"help": "Folder for bench.json, table.md and summary.md."})
     parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"help": f"Of {', '.join(PARTS)}."})
     model: str | None = field(default=None, metadata={"help": "Folder or hub id; default: built in code."})
     shapes: list[str] = field(default_factory=list, metadata={"help": "Steps as PROMPTxCOMPLETIONxK."})

@@ -27,6 +27,7 @@ from .scaling import measure_growth, measure_ranks, measure_rows
 from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
 from .step import BASE, ERPO, RELEASE, StepShape, measure_step
+from .summary import summary_table
 from .workload import Workload
 
 _UNITS = {
@@ -127,7 +128,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def run(config: BenchConfig) -> dict:
-    """Measure, print each comparison when it is done, and keep all in `bench.json` and `table.md` in `config.output`.
+    """Measure, print each comparison when it is done, and keep all in `bench.json`, `table.md` and `summary.md` in
+    `config.output`.
 
     Returns: what `bench.json` holds.
     """
@@ -152,6 +154,7 @@ def run(config: BenchConfig) -> dict:
                 }
                 _write(output / "bench.json", json.dumps(result, indent=1))
                 _write(output / "table.md", f"{heading(result)}\n\n{table(done)}\n")
+                _write(output / "summary.md", f"{heading(result)}\n\n{summary_table(done)}\n")
     finally:
         torch.set_num_threads(threads)
     return result
@@ -160,9 +163,10 @@ def run(config: BenchConfig) -> dict:
 def heading(result: dict) -> str:
     """One sentence on the machine, the date and the versions."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    load = "" if result["load"] is None else f", load {result['load']:.1f} at the start"
     kind = " Smoke run: the numbers mean nothing." if result["config"]["smoke"] else ""
     return (
-        f"{result['device']}; {result['date']}; {versions}; {result['config']['repetitions']} rounds, "
+        f"{result['device']}{load}; {result['date']}; {versions}; {result['config']['repetitions']} rounds, "
         f"{result['seconds'] / 60:.0f} minutes.{kind}"
     )
 
@@ -200,4 +204,4 @@ def main(argv: Sequence[str]) -> None:
         result = run(config)
     except OSError as error:
         raise InputError(str(error)) from error
-    print(f"\n{heading(result)}\nKept in {os.path.abspath(config.output)}: bench.json, table.md")
+    print(f"\n{heading(result)}\nKept in {os.path.abspath(config.output)}: bench.json, table.md, summary.md")
