@@ -20,6 +20,7 @@ from .workload import Workload, mixed_lengths
 
 MAPPER, BARE, LOOP = "DatasetMapper", "bare forward", "obvious loop"
 _LOOP_ROWS = 16  # of a batch of the obvious loop
+_CPU_TOKENS = 2048  # of a bare forward on a CPU, where larger ones are no faster and often slower
 
 
 def mapper_config(work: Workload, folder: Path) -> ERPOConfig:
@@ -59,7 +60,7 @@ def measure_scoring(work: Workload, rows: int, longest: int, repetitions: int, f
 
     @torch.no_grad()
     def bare():
-        for batch in packed.split(max(1, config.reference_batch_tokens // width)):
+        for batch in packed.split(max(1, (config.reference_batch_tokens if work.gpu else _CPU_TOKENS) // width)):
             batch = batch.to(model.device)
             with amp:
                 fused(input_ids=batch, labels=batch, fused_lm_head=True).log_probs.float().cpu()

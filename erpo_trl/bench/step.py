@@ -78,7 +78,9 @@ class Stepper(TrainerCallback):
         self._wait()
 
     def stop(self) -> None:
-        """End the run."""
+        """End the run, if it has begun."""
+        if self._thread.ident is None:
+            return
         self._over = True
         self._go.release()
         self._thread.join()

@@ -16,6 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from ..cli import InputError
 from .config import Dimensions
 
 _SPECIALS = ["<pad>", "<eos>", "<unk>"]
@@ -103,6 +104,10 @@ class Workload:
         words = self._words()
         texts = [" ".join(words[i] for i in rng.integers(0, len(words), length)) for length in lengths]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if not all(ids):
+            raise InputError(
+                f"The tokenizer of {self.name} makes no token of {texts[ids.index([])][:40]!r}: no prompts can be made."
+            )
         return [self.tokenizer.decode(row[:length]) for row, length in zip(ids, lengths)]
 
     def dataset(self, rows: int, length: int) -> Dataset:
