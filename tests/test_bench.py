@@ -14,9 +14,10 @@ from erpo_trl import DatasetMapper, cli
 from erpo_trl.bench.config import SMOKE, BenchConfig
 from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interleaved, peak_bytes
 from erpo_trl.bench.positions import measure_positions
-from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
+from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step, steppers
 from erpo_trl.bench.summary import summary_table
 from erpo_trl.bench.workload import Workload, mixed_lengths
+from erpo_trl.cli import InputError
 from erpo_trl.query import fingerprint
 from erpo_trl.query.scoring import batches_by_tokens
 from erpo_trl.query.table import ReferenceTable
@@ -184,6 +185,24 @@ def test_summary_of_aims():
         "| rate: b to a | 0.9 (0.90–0.90) | ≥ 0.85 |",
         "| start: a | 0.50 s (0.38–0.62) | < 1 s |",
     ]
+
+
+def test_a_tokenizer_that_makes_nothing_is_named(work, monkeypatch):
+    monkeypatch.setattr(work, "tokenizer", lambda texts, **kwargs: {"input_ids": [[] for _ in texts]})
+    with pytest.raises(InputError, match="makes no token of 'w"):
+        work.prompts([4])
+
+
+def test_a_failing_side_is_what_is_raised(work, tmp_path, monkeypatch):
+    """Not that the sides after it had not begun when all were stopped."""
+
+    class Missing:
+        def __getitem__(self, rows):
+            raise LookupError("no completions")
+
+    monkeypatch.setattr(work, "completions", lambda *args: Missing())
+    with pytest.raises(LookupError, match="no completions"), steppers((BASE, ERPO), work, SHAPE, tmp_path):
+        pass
 
 
 # ----------------------------------------------------------------------------------------------------------- command
