@@ -72,7 +72,7 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
         elif part == "scoring":
             yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
             yield measure_warm(small, shapes.map_rows[1], rounds, folder)
-            yield measure_memory(small, shapes.map_rows)
+            yield measure_memory(small, shapes.map_rows, folder)
         elif part == "scaling":
             yield from measure_growth(work, shapes.groups, shapes.prompts, rounds, folder)
             yield measure_rows(small, shapes.map_rows, folder)

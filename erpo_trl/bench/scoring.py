@@ -98,12 +98,17 @@ def measure_warm(work: Workload, rows: int, repetitions: int, folder: Path) -> C
     return Comparison(f"second mapping of {rows} rows", "s", {"warm table": times}, limit=limit)
 
 
-def measure_memory(work: Workload, rows: tuple[int, ...]) -> Comparison:
-    """Peak resident memory that a mapping adds to its process, at several numbers of rows, each in a process of its own."""
+def measure_memory(work: Workload, rows: tuple[int, ...], folder: Path) -> Comparison:
+    """Peak resident memory that a mapping adds to its process, at several numbers of rows, each in a process of its own.
+
+    The rows are made here: a peak never falls, so that making them there would hide what mapping them takes.
+    """
     grown = {}
     for count in rows:
+        data = folder / f"data-{count}"
+        work.dataset(count, 24).save_to_disk(data)
         done = subprocess.run(
-            [sys.executable, "-m", __name__, *work.arguments(), str(count)],
+            [sys.executable, "-m", __name__, *work.arguments(), str(data)],
             capture_output=True,
             text=True,
         )
@@ -113,13 +118,12 @@ def measure_memory(work: Workload, rows: tuple[int, ...]) -> Comparison:
     return Comparison("memory that a mapping adds, prompts of 24 tokens", "bytes", grown)
 
 
-def _map_alone(work: Workload, rows: int) -> int:
-    """Bytes that mapping so many rows, which lie on disk, adds to the peak resident memory of this process."""
+def _map_alone(work: Workload, saved: str) -> int:
+    """Bytes that mapping the rows saved in a folder adds to the peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        work.dataset(rows, 24).save_to_disk(folder / "data")
-        data = Dataset.load_from_disk(str(folder / "data"))
+        data = Dataset.load_from_disk(saved)
         scored = work.model()
         DatasetMapper(scored, work.tokenizer, mapper_config(work, folder / "warm"))(data.select(range(16)))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -129,4 +133,4 @@ def _map_alone(work: Workload, rows: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(_map_alone(Workload.again(*sys.argv[1:4]), int(sys.argv[4])))
+    print(_map_alone(Workload.again(*sys.argv[1:4]), sys.argv[4]))

@@ -220,7 +220,10 @@ def measure_step(
             flops[side], memory[side] = [float(found[0])], [float(found[1] + held_bytes(stepper.trainer))]
     return [
         Comparison(f"step time {name}", "s", times, target),
-        Comparison(f"step peak memory {name}", "bytes", memory, target, counted=True),
+        # Off a GPU, what stands in for the compact head's kernel holds copies of its tiles
+        Comparison(
+            f"step peak memory {name}", "bytes", memory, {} if compact and not work.gpu else target, counted=True
+        ),
         Comparison(f"step compute {name}", "FLOP", flops, counted=True),
         _to_release(f"step time against the release's scheme {name}", "s", times),
         _to_release(f"step compute against the release's scheme {name}", "FLOP", flops, counted=True),
