@@ -120,15 +120,23 @@ def measure_memory(work: Workload, rows: tuple[int, ...], folder: Path) -> Compa
 
 def _map_alone(work: Workload, saved: str) -> int:
     """Bytes that mapping the rows saved in a folder adds to the peak resident memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = Dataset.load_from_disk(saved)
         scored = work.model()
         DatasetMapper(scored, work.tokenizer, mapper_config(work, folder / "warm"))(data.select(range(16)))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = _peak_resident()
         DatasetMapper(scored, work.tokenizer, mapper_config(work, folder))(data)
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+        return _peak_resident() - before
+
+
+def _peak_resident() -> int:
+    """Bytes that this process held at most. On Linux `ru_maxrss` begins with what the process that started this one held."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":

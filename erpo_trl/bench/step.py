@@ -204,7 +204,7 @@ def measure_step(
     """Time, peak memory and floating-point operations of a step on several sides.
 
     Args: vocabulary: its size, for the name; repetitions: rounds; folder: for what trainers write; compact: force the
-    compact head (it is the only one on a GPU); sides: those of `BASE`, `ERPO`, `RELEASE`, and what else.
+    compact head (it is the only one on a GPU); sides: `BASE`, `ERPO`, and what else.
     """
     head = "labelled positions only" if compact or work.gpu else "every position"
     name = f"{shape}, vocabulary {vocabulary}, head on {head}"
@@ -225,8 +225,14 @@ def measure_step(
             f"step peak memory {name}", "bytes", memory, {} if compact and not work.gpu else target, counted=True
         ),
         Comparison(f"step compute {name}", "FLOP", flops, counted=True),
-        _to_release(f"step time against the release's scheme {name}", "s", times),
-        _to_release(f"step compute against the release's scheme {name}", "FLOP", flops, counted=True),
+        *(
+            [
+                _to_release(f"step time against the release's scheme {name}", "s", times),
+                _to_release(f"step compute against the release's scheme {name}", "FLOP", flops, counted=True),
+            ]
+            if RELEASE in sides
+            else []
+        ),
     ]
 
 
