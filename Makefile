@@ -23,7 +23,7 @@ test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test but the slowest; those on
 test-slow: $(READY)  ## The tests that take minutes: the whole demo, the benchmark's smoke runs, ZeRO-2, kill -9 under ZeRO-3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about ten minutes on two quiet CPU cores, on a GPU if there is one
+bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about a quarter of an hour on two quiet CPU cores, on a GPU if there is one
 	$(BIN)/erpo-trl bench $(ARGS)
 
 study: $(READY)  ## The study behind docs/study/: resumable, about six hours on two quiet CPU cores; ARGS="--list" says what is left

@@ -8,15 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from helpers import byte_tokenizer, make_config, prompts_dataset, tiny_model
+from helpers import byte_tokenizer, make_config, make_trainer, prompts_dataset, tiny_model
 
 from erpo_trl import DatasetMapper, cli
 from erpo_trl.bench.config import SMOKE, BenchConfig
 from erpo_trl.bench.measure import Comparison, counted_flops, exponent, interleaved, peak_bytes
 from erpo_trl.bench.positions import measure_positions
 from erpo_trl.bench.prefix import measure_prefix
-from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step
+from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step, steppers
+from erpo_trl.bench.summary import summary_table
 from erpo_trl.bench.workload import Workload, mixed_lengths
+from erpo_trl.cli import InputError
+from erpo_trl.query import fingerprint
 from erpo_trl.query.scoring import batches_by_tokens
 from erpo_trl.query.table import ReferenceTable
 
@@ -81,16 +84,28 @@ def test_shared_prompts(work, tmp_path, shape, choice):
 
 
 # --------------------------------------------------------------------------------------------- counts of the scoring pass
-def test_padding_of_the_scoring_pass():
-    """Prompts of mixed lengths: no batch passes its budget or 256 tokens of padding, and 19 of 20 tokens are real."""
-    lengths = mixed_lengths(2048, 512, seed=0)
-    batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], 16_384)
+@pytest.mark.parametrize("rows, budget, share", [(192, 16_384, 0.06), (10_000, 16_384, 0.02), (10_000, 2048, 0.005)])
+def test_padding_of_the_scoring_pass(rows, budget, share):
+    """Prompts of mixed lengths: no batch passes its budget or its padding, and all together have little of it."""
+    lengths = mixed_lengths(rows, 600, seed=0)
+    batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], budget)
     sizes = [[len(row) for row in batch] for batch in batches]
     padded = [len(batch) * max(batch) for batch in sizes]
     assert sorted(sum(sizes, [])) == sorted(lengths.tolist())
-    assert max(padded) <= 16_384
-    assert max(total - sum(batch) for total, batch in zip(padded, sizes)) <= 256
-    assert sum(lengths) / sum(padded) > 0.95
+    assert max(padded) <= budget
+    assert all(total - sum(batch) <= max(64, sum(batch) / 32) for total, batch in zip(padded, sizes))
+    assert 1 - sum(lengths) / sum(padded) < share
+
+
+def test_weights_are_digested_once(tmp_path, monkeypatch):
+    """On a cold start, whatever is scored with the model: training rows, then evaluation rows."""
+    calls = []
+    digest = fingerprint.weights_digest
+    monkeypatch.setattr(fingerprint, "weights_digest", lambda *args: calls.append(args) or digest(*args))
+    trainer = make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts_dataset(["one prompt", "another one"])})
+    trainer.prepare_reference()
+    assert [report.scored for _, report in trainer.scoring_reports] == [len(trainer.train_dataset), 2]
+    assert len(calls) == 1
 
 
 def test_bytes_of_the_table(tmp_path):
@@ -167,6 +182,42 @@ def test_rounds_are_interleaved_and_compared_round_by_round():
     assert exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
 
 
+def test_summary_of_aims():
+    """Every side with an aim, its ratio or median with quartiles, in bold where it misses."""
+    found = summary_table(
+        [
+            Comparison("time", "s", {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.2]}, {"b": ("<=", 1.03)}),
+            Comparison("bytes", "bytes", {"a": [4.0], "b": [4.0], "c": [9.0]}, {"b": ("<=", 1.0)}, counted=True),
+            Comparison("rate", "tokens/s", {"a": [100.0], "b": [90.0]}, {"b": (">=", 0.85)}),
+            Comparison("start", "s", {"a": [0.5, 0.25, 0.75]}, limit={"a": 1.0}),
+        ]
+    )
+    assert found.splitlines()[2:] == [
+        "| time: b to a | **1.1 (1.05–1.15)** | ≤ 1.03 |",
+        "| bytes: b to a | 1 | ≤ 1 |",
+        "| rate: b to a | 0.9 (0.90–0.90) | ≥ 0.85 |",
+        "| start: a | 0.50 s (0.38–0.62) | < 1 s |",
+    ]
+
+
+def test_a_tokenizer_that_makes_nothing_is_named(work, monkeypatch):
+    monkeypatch.setattr(work, "tokenizer", lambda texts, **kwargs: {"input_ids": [[] for _ in texts]})
+    with pytest.raises(InputError, match="makes no token of 'w"):
+        work.prompts([4])
+
+
+def test_a_failing_side_is_what_is_raised(work, tmp_path, monkeypatch):
+    """Not that the sides after it had not begun when all were stopped."""
+
+    class Missing:
+        def __getitem__(self, rows):
+            raise LookupError("no completions")
+
+    monkeypatch.setattr(work, "completions", lambda *args: Missing())
+    with pytest.raises(LookupError, match="no completions"), steppers((BASE, ERPO), work, SHAPE, tmp_path):
+        pass
+
+
 # ----------------------------------------------------------------------------------------------------------- command
 @pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
@@ -184,6 +235,8 @@ def test_smoke_run(tmp_path, capsys):
     assert "Smoke run: the numbers mean nothing." in table
     for line in table.splitlines()[4:]:
         assert line in said
+    short = (output / "summary.md").read_text()
+    assert "positions beside the completions'" in short and "erpo-trl --help" in short
 
 
 @pytest.mark.slow

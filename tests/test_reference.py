@@ -100,7 +100,8 @@ def test_values_against_plain_logits(mapped, batch_tokens):
     assert report.mean_nll == pytest.approx(mean, rel=1e-5)
     assert list(data["query_weight"]) == pytest.approx([min(mean / s, 2.0) for s in nll], rel=1e-5)
     assert (report.rows, report.scored, report.reused, report.unscorable) == (8, 8, 0, 0)
-    assert forwards == {1: 8, 40: forwards, 16384: 1}[batch_tokens]
+    # The shortest would pad by more than a forward of its own costs
+    assert forwards == {1: 8, 40: forwards, 16384: 2}[batch_tokens]
     assert 1 < forwards < 8 or batch_tokens != 40
 
 

@@ -22,9 +22,10 @@ class Shapes:
 
     Args:
         model: dimensions of the model. steps: (prompt tokens, completion tokens, K) of the steps; prefixes: the same, of the
-            steps whose rows share prompts; vocabularies: of the steps,
-            the first also of everything else. queries: distinct queries of a step. rows: of the scoring pass; longest: its
-            longest prompt in tokens. map_rows: rows of the mappings whose memory and warm time are taken, the second also
+            steps whose rows share prompts; vocabularies: of the steps, the first also of everything else. large_vocabularies:
+            of the first of the steps alone, with one query on a model of `NARROW` dimensions, as their heads outweigh all else
+            on a CPU. queries: distinct queries of a step. rows: of the scoring pass; longest: its longest prompt in tokens, see
+            `mixed_lengths`. map_rows: rows of the mappings whose memory and warm time are taken, the second also
             with a warm table. groups, prompts: K and prompt lengths that step time is fitted on. samples, new_tokens: of
             evaluation.
     """
@@ -41,23 +42,25 @@ class Shapes:
     prompts: tuple[int, ...]
     samples: int
     new_tokens: int
+    large_vocabularies: tuple[int, ...] = ()
 
 
+NARROW = Dimensions(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=192)
 QWEN25_05B = Dimensions(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864)
 SMOKE = Shapes(
     Dimensions(32, 2, 2, 1, 64), ((8, 4, 2),), ((8, 4, 2),), (64,), 2, 32, 24, (20, 40), (2, 4), (4, 8), 4, 4
 )
 QUICK = Shapes(
     Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)),
-    ((64, 64, 8), (256, 64, 8), (64, 256, 8), (1024, 128, 8), (64, 512, 8)), (2048,), 2, 192, 512, (1000, 10_000),
-    (2, 4, 8), (32, 128, 512), 24, 32,
+    ((64, 64, 8), (256, 64, 8), (64, 256, 8), (1024, 128, 8), (64, 512, 8)), (2048,), 2, 192, 600, (1000, 10_000),
+    (2, 4, 8), (32, 128, 512), 24, 32, (32_768, 151_936),
 )  # fmt: skip
 FULL = Shapes(
-    Dimensions(128, 4, 4, 2, 384), QUICK.steps, QUICK.prefixes, (32_768, 151_936), 2, 2048, 512, (1000, 10_000, 100_000), (2, 4, 8, 16),
+    Dimensions(128, 4, 4, 2, 384), QUICK.steps, QUICK.prefixes, (32_768, 151_936), 2, 2048, 600, (1000, 10_000, 100_000), (2, 4, 8, 16),
     (32, 64, 128, 256, 512), 64, 64,
 )  # fmt: skip
 FULL_GPU = Shapes(
-    QWEN25_05B, QUICK.steps, QUICK.prefixes, (151_936, 32_768), 8, 4096, 2048, (1000, 10_000, 100_000), (2, 4, 8, 16),
+    QWEN25_05B, QUICK.steps, QUICK.prefixes, (151_936, 32_768), 8, 4096, 600, (1000, 10_000, 100_000), (2, 4, 8, 16),
     (32, 64, 128, 256, 512), 256, 256,
 )  # fmt: skip
 
@@ -69,7 +72,7 @@ class BenchConfig:
 
     Parameters:
         output (`str`, *optional*, defaults to `"runs/bench"`):
-            Folder for `bench.json` and `table.md`.
+            Folder for `bench.json` (every value), `table.md` (every ratio) and `summary.md` (what is aimed at, for a README).
         parts (`list[str]`, *optional*):
             What to measure, of `positions`, `step`, `shared_prefix`, `scoring`, `scaling`, `startup`, `evaluation`. Default: all.
         model (`str`, *optional*):
@@ -79,7 +82,8 @@ class BenchConfig:
             Steps as `PROMPTxCOMPLETIONxK`, in tokens and completions a prompt. Default: `64x64x8`, `256x64x8`, `64x256x8`, and for
             `shared_prefix` also `1024x128x8`, `64x512x8`.
         vocabularies (`list[int]`, *optional*):
-            Vocabulary sizes of the model built in code. Default: 2048 on a CPU, else 151936 and 32768.
+            Vocabulary sizes of the model built in code. Default: 2048 on a CPU, where the first step is also taken with 32768
+            and 151936 on a narrow model; else 151936 and 32768.
         repetitions (`int`, *optional*, defaults to `10`):
             Rounds of every comparison; in each round every side runs once.
         full (`bool`, *optional*, defaults to `False`):
@@ -92,7 +96,7 @@ class BenchConfig:
             Of weights and prompts.
     """
 
-    output: str = field(default="runs/bench", metadata={"help": "Folder for bench.json and table.md."})
+    output: str = field(default="runs/bench", metadata={"help": "Folder for bench.json, table.md and summary.md."})
     parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"help": f"Of {', '.join(PARTS)}."})
     model: str | None = field(default=None, metadata={"help": "Folder or hub id; default: built in code."})
     shapes: list[str] = field(default_factory=list, metadata={"help": "Steps as PROMPTxCOMPLETIONxK."})
@@ -121,12 +125,14 @@ class BenchConfig:
     def resolve(self, gpu: bool) -> Shapes:
         """The shapes of this run."""
         shapes = SMOKE if self.smoke else FULL_GPU if gpu else FULL if self.full else QUICK
+        chosen = bool(self.steps or self.vocabularies or self.model)
         return Shapes(
             **{
                 **vars(shapes),
                 "steps": tuple(self.steps) or shapes.steps,
                 "prefixes": tuple(self.steps) or shapes.prefixes,
                 "vocabularies": tuple(self.vocabularies) or shapes.vocabularies,
+                "large_vocabularies": () if chosen else shapes.large_vocabularies,
             }
         )
 

@@ -29,6 +29,7 @@ class Comparison:
         unit: of `values`.
         values: side -> (R,), one of each round.
         target: side -> the ratio to the first side that is aimed at, and whether it is an upper ("<=") or lower (">=") end.
+        limit: side -> what its median, in `unit`, is to stay below.
         counted: whether the values are counts, which repeat exactly.
     """
 
@@ -36,6 +37,7 @@ class Comparison:
     unit: str
     values: dict[str, list[float]]
     target: dict[str, tuple[str, float]] = field(default_factory=dict)
+    limit: dict[str, float] = field(default_factory=dict)
     counted: bool = False
 
     def ratio(self, side: str) -> tuple[float, float, float] | tuple[None, None, None]:
@@ -62,6 +64,7 @@ class Comparison:
                     "ratio": self.ratio(side),
                     "values": [float(x) for x in values],
                     **({"target": self.target[side]} if side in self.target else {}),
+                    **({"limit": self.limit[side]} if side in self.limit else {}),
                 }
                 for side, values in self.values.items()
             },

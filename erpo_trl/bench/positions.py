@@ -8,7 +8,7 @@ from pathlib import Path
 from trl.trainer import utils as trl_utils
 
 from .measure import Comparison
-from .step import BASE, SIDES, StepShape, compact_head, steppers
+from .step import BASE, ERPO, SIDES, StepShape, compact_head, steppers
 from .workload import Workload
 
 
@@ -57,6 +57,12 @@ def measure_positions(work: Workload, shape: StepShape, folder: Path, compact: b
         queries = {side: [values[0] - completions] for side, values in positions.items() if side != BASE}
         scored = {"scored tokens of the distinct queries": [float(shape.queries * (shape.prompt - 1))]}
         found.append(
-            Comparison(f"positions beside the completions' {name}", "positions", scored | queries, counted=True)
+            Comparison(
+                f"positions beside the completions' {name}",
+                "positions",
+                scored | queries,
+                target={ERPO: ("<=", 1.0)},
+                counted=True,
+            )
         )
     return found

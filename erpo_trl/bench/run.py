@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..cli import InputError
 from ..options import parse_options
-from .config import SMOKE, BenchConfig, Shapes
+from .config import NARROW, SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison
 from .positions import measure_positions
@@ -27,7 +27,8 @@ from .prefix import measure_prefix
 from .scaling import measure_growth, measure_ranks, measure_rows
 from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
-from .step import StepShape, measure_step
+from .step import BASE, ERPO, RELEASE, StepShape, measure_step
+from .summary import summary_table
 from .workload import Workload
 
 _UNITS = {
@@ -58,17 +59,24 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
         elif part == "step":
             for vocabulary in shapes.vocabularies if config.model is None else (len(work.tokenizer),):
                 sized = Workload(folder, config.model, shapes.model, vocabulary, config.seed)
-                for shape in shapes.steps:
-                    # As on a GPU, and, on another device, as it runs there
-                    for compact in (True, False) if not gpu else (False,):
+                for index, shape in enumerate(shapes.steps):
+                    # As on a GPU, and, on another device, as it runs there: the same ratios for every shape
+                    for compact in (False,) if gpu else (True, False) if not index or config.full else (True,):
                         yield from measure_step(sized, _step(shapes, shape), str(vocabulary), rounds, folder, compact)
+            for vocabulary in shapes.large_vocabularies:
+                narrow = Workload(folder, None, NARROW, vocabulary, config.seed)
+                step = StepShape(*shapes.steps[0], queries=1)
+                named = f"{vocabulary} on a narrow model"
+                # Each of these steps takes seconds, with 150 K and the release's scheme half a minute
+                some, sides = max(1, rounds // 3), (BASE, ERPO) if vocabulary > 2**16 else (BASE, ERPO, RELEASE)
+                yield from measure_step(narrow, step, named, some, folder, compact=True, sides=sides)
         elif part == "shared_prefix":
             for shape in shapes.prefixes:
                 yield from measure_prefix(work, _step(shapes, shape), rounds, folder)
         elif part == "scoring":
             yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
             yield measure_warm(small, shapes.map_rows[1], rounds, folder)
-            yield measure_memory(small, shapes.map_rows)
+            yield measure_memory(small, shapes.map_rows, folder)
         elif part == "scaling":
             yield from measure_growth(work, shapes.groups, shapes.prompts, rounds, folder)
             yield measure_rows(small, shapes.map_rows, folder)
@@ -124,7 +132,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def run(config: BenchConfig) -> dict:
-    """Measure, print each comparison when it is done, and keep all in `bench.json` and `table.md` in `config.output`.
+    """Measure, print each comparison when it is done, and keep all in `bench.json`, `table.md` and `summary.md` in
+    `config.output`.
 
     Returns: what `bench.json` holds.
     """
@@ -149,6 +158,7 @@ def run(config: BenchConfig) -> dict:
                 }
                 _write(output / "bench.json", json.dumps(result, indent=1))
                 _write(output / "table.md", f"{heading(result)}\n\n{table(done)}\n")
+                _write(output / "summary.md", f"{heading(result)}\n\n{summary_table(done)}\n")
     finally:
         torch.set_num_threads(threads)
     return result
@@ -157,9 +167,10 @@ def run(config: BenchConfig) -> dict:
 def heading(result: dict) -> str:
     """One sentence on the machine, the date and the versions."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    load = "" if result["load"] is None else f", load {result['load']:.1f} at the start"
     kind = " Smoke run: the numbers mean nothing." if result["config"]["smoke"] else ""
     return (
-        f"{result['device']}; {result['date']}; {versions}; {result['config']['repetitions']} rounds, "
+        f"{result['device']}{load}; {result['date']}; {versions}; {result['config']['repetitions']} rounds, "
         f"{result['seconds'] / 60:.0f} minutes.{kind}"
     )
 
@@ -197,4 +208,4 @@ def main(argv: Sequence[str]) -> None:
         result = run(config)
     except OSError as error:
         raise InputError(str(error)) from error
-    print(f"\n{heading(result)}\nKept in {os.path.abspath(config.output)}: bench.json, table.md")
+    print(f"\n{heading(result)}\nKept in {os.path.abspath(config.output)}: bench.json, table.md, summary.md")

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
-from ..query.fingerprint import base_model
+from ..query.fingerprint import base_model, is_peft_model
 from .model_source import ModelSource
 from .sampling import SeededSampling
 

@@ -129,7 +129,9 @@ class ArrivingReference:
         """
         mapper = self.mapper
         lacking = [
-            row for row, column in enumerate(columns) if None in (column["query_fingerprint"], column["query_span"])
+            row
+            for row, column in enumerate(columns)
+            if column["query_fingerprint"] is None or column["query_span"] is None
         ]
         # Rows of a group share their prompt
         wanted = {query_key(ids[row]): ids[row] for row in lacking if len(ids[row]) > 1}

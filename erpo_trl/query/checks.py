@@ -1,9 +1,10 @@
 """What cannot be trained with a query likelihood known beforehand, refused before anything is loaded."""
 
 import torch
-from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
+
+from .fingerprint import is_peft_model
 
 logger = logging.get_logger(__name__)
 

@@ -32,10 +32,10 @@ def k3(x: Tensor) -> Tensor:
     series = (
         near * near * (1 / 2 + near * (1 / 6 + near * (1 / 24 + near * (1 / 120 + near * (1 / 720 + near / 5040)))))
     )
-    value = torch.where(x.abs() < K3_SERIES_BELOW, series, torch.expm1(inside) - inside)
-    slope = torch.expm1(inside).detach()
+    slope = torch.expm1(inside)
+    value = torch.where(x.abs() < K3_SERIES_BELOW, series, slope - inside)
     # `inside` is constant beyond the bounds, so there only the linear part carries value and gradient
-    return value + slope * (x - inside)
+    return value + slope.detach() * (x - inside)
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,11 @@ def scored_token_mask(attention_mask: Tensor) -> Tensor:
     """
     real = attention_mask.bool()
     return real[:, 1:] & real[:, :-1]
+
+
+def real_ids(ids: Tensor, attention_mask: Tensor) -> list[np.ndarray]:
+    """The (T_i,) token ids of each of (B, T) padded rows, on the host."""
+    return [row[real] for row, real in zip(ids.cpu().numpy(), attention_mask.bool().cpu().numpy())]
 
 
 class QueryReader:

@@ -15,7 +15,7 @@ from datasets import IterableDataset
 from torch import Tensor
 
 from .checks import refuse_unsupported
-from .likelihood import PairReader, QueryReader
+from .likelihood import PairReader, QueryReader, real_ids
 from .reference import REFERENCE_FEATURES
 from .regularizer import QueryRegularizerMixin
 from .span import scored_in_span
@@ -128,7 +128,7 @@ class PreferenceMixin(QueryRegularizerMixin):
             )
         ]
         keys = self._check_ids(
-            ids, mask, columns, lambda row: self.processing_class.decode(ids[row][mask[row].bool()])
+            real_ids(ids, mask), columns, lambda row: self.processing_class.decode(ids[row][mask[row].bool()])
         )
         return {"query_key": torch.tensor(keys, dtype=torch.int64, device=ids.device)}
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 import xxhash
 from accelerate import PartialState
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from datasets import Dataset, List, Value
 from huggingface_hub.constants import HF_HOME
 from torch import nn
@@ -25,7 +25,15 @@ from transformers.utils import logging
 from trl.data_utils import is_conversational
 
 from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
-from .fingerprint import adapter_is_inert, base_model, fingerprint, query_key, reference_settings, row_fingerprint
+from .fingerprint import (
+    adapter_is_inert,
+    base_model,
+    fingerprint,
+    is_peft_model,
+    query_key,
+    reference_settings,
+    row_fingerprint,
+)
 from .likelihood import has_absolute_positions
 from .rows import TokenRows, attach_columns, require_mappable
 from .scoring import reference_policy, score_in_rounds
@@ -165,12 +173,18 @@ class DatasetMapper:
         self.prepare = prepare
         self.reference = reference
         self._policy: nn.Module | None = None  # what to call, while prepared
+        self._present: tuple[Reference, dict] | None = (
+            None  # what the model is, while prepared: digesting it takes its time
+        )
         self.report = ScoringReport()
         self.cache_dir = Path(config.reference_cache_dir or Path(HF_HOME) / "erpo_trl" / "reference")
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[nn.Module]:
-        """The model as forwards in training find it; yields what to call. Preparing costs, so that nested calls share one."""
+        """The model as forwards in training find it; yields what to call. Preparing costs, so that nested calls share one.
+
+        The weights must not change within.
+        """
         if self._policy is not None:
             yield self._policy
             return
@@ -183,7 +197,7 @@ class DatasetMapper:
             try:
                 yield self._policy
             finally:
-                self._policy = None
+                self._policy = self._present = None
 
     def pin(self) -> Reference:
         """Hold to the model's present policy as the reference from here on."""
@@ -259,17 +273,20 @@ class DatasetMapper:
     def _present_reference(self) -> tuple[Reference, dict]:
         """The reference that the model is now, and the settings its fingerprint stands for."""
         with self.prepared():
+            if self._present is not None:
+                return self._present
             if self.reference is not None:
                 adapter = self.reference.adapter
             else:
                 adapter = is_peft_model(self.model) and not adapter_is_inert(self.model)
             settings = reference_settings(self.model, self.head_settings(), adapter)
-        reference = Reference(fingerprint(settings), adapter)
-        if len(set(gather_object([reference]))) > 1:
-            raise ValueError(
-                "The processes hold different models, so there is no one reference: give all of them the same weights (one "
-                "checkpoint, or one seed where layers start at random)."
-            )
+            reference = Reference(fingerprint(settings), adapter)
+            if len(set(gather_object([reference]))) > 1:
+                raise ValueError(
+                    "The processes hold different models, so there is no one reference: give all of them the same weights (one "
+                    "checkpoint, or one seed where layers start at random)."
+                )
+            self._present = reference, settings
         return reference, settings
 
     # ---- ids

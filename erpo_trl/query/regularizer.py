@@ -21,7 +21,7 @@ from ..report.query_log import QueryLog
 from .alpha import AdaptiveAlpha, hinge
 from .divergence import query_kl
 from .fingerprint import query_key, row_fingerprint
-from .likelihood import QueryReader, scored_token_mask
+from .likelihood import QueryReader, real_ids, scored_token_mask
 from .metrics import QueryMetrics, StepQueries
 from .owners import settle_owners
 from .policy_weights import likelihoods, step_weights, weigh, weights_of_rows
@@ -88,26 +88,26 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         inputs = [{name: value for name, value in row.items() if name not in names} for row in inputs]
         batch = super()._generate_and_score_completions(inputs)
 
-        prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
+        prompt_mask = batch["prompt_mask"]
+        device, width = prompt_mask.device, prompt_mask.shape[1] - 1
+        ids = real_ids(batch["prompt_ids"], prompt_mask)
         if self._arrival is not None:
-            ids = [row[mask.bool()].numpy() for row, mask in zip(prompt_ids.cpu(), prompt_mask.cpu())]
             prompts = [row["prompt"] for row in inputs]
             columns = self._arrival.fill(columns, ids, prompts, learning=self.model.training)
-        keys = self._check_ids(prompt_ids, prompt_mask, columns, lambda row: inputs[row]["prompt"])
-        device, width = prompt_ids.device, prompt_ids.shape[1] - 1
-        ref_logps, in_span = torch.zeros(len(inputs), width), torch.zeros(len(inputs), width, dtype=torch.bool)
+        keys = self._check_ids(ids, columns, lambda row: inputs[row]["prompt"])
+        # In numpy: row by row, tensors take several times as long
+        ref_logps, in_span = np.zeros((len(ids), width), np.float32), np.zeros((len(ids), width), bool)
         for row, column in enumerate(columns):
             logps = column["ref_query_logps"]
             if len(logps):
-                ref_logps[row, width - len(logps) :] = torch.tensor(logps, dtype=torch.float32)
-                counted = scored_in_span(column["query_span"], len(logps) + 1)
-                in_span[row, width - len(logps) :] = torch.from_numpy(counted)
+                ref_logps[row, width - len(logps) :] = logps
+                in_span[row, width - len(logps) :] = scored_in_span(column["query_span"], len(logps) + 1)
         weight = torch.tensor([column["query_weight"] for column in columns], dtype=torch.float32, device=device)
-        batch["ref_query_logps"] = ref_logps.to(device)  # (B, P-1), aligned with TRL's log_probs
+        batch["ref_query_logps"] = torch.from_numpy(ref_logps).to(device)  # (B, P-1), aligned with TRL's log_probs
         if self._others is not None:
             stacked = stack_references(columns, self._references, batch["ref_query_logps"])
             batch["reference_logps"], batch["reference_weight"] = stacked  # (B, K, P-1), (B, K)
-        batch["query_mask"] = scored_token_mask(prompt_mask) & in_span.to(device)  # (B, P-1)
+        batch["query_mask"] = scored_token_mask(prompt_mask) & torch.from_numpy(in_span).to(device)  # (B, P-1)
         batch["query_weight"] = weight
         batch["query_key"] = torch.tensor(keys, dtype=torch.int64, device=device)
         batch["unweighted_advantages"] = batch["advantages"]
@@ -115,15 +115,17 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         return batch
 
     def _check_ids(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, columns: list[dict], prompt_of: Callable[[int], object]
+        self, prompts: list[np.ndarray], columns: list[dict], prompt_of: Callable[[int], object]
     ) -> list[int]:
-        """Key of each row's query and span; raise where the ids trained on are not the ids scored, nor the span the run's."""
+        """Key of each row's query and span; raise where the ids trained on are not the ids scored, nor the span the run's.
+
+        Args: prompts: per row the (T,) ids; columns: per row the reference columns; prompt_of: row -> what to show of it.
+        """
         reference = self.dataset_mapper.reference.fingerprint
         # Columns that came with a stream; all others are this trainer's
         elsewhere = isinstance(self.train_dataset, IterableDataset) and self._arrival is None
         keys = []
-        for row, (ids, mask) in enumerate(zip(prompt_ids.cpu(), prompt_mask.cpu())):
-            ids = ids[mask.bool()].numpy()
+        for row, ids in enumerate(prompts):
             found, expected = columns[row]["query_fingerprint"], row_fingerprint(reference, query_key(ids))
             if found is None:
                 raise ValueError(
@@ -192,13 +194,12 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         sizes = [len(batch["query_key"]) for batch in batches]
         tokens = [batch["query_mask"].sum(-1) for batch in batches]
         rows = torch.stack([torch.cat([batch["query_key"] for batch in batches]), torch.cat(tokens)], dim=1)
-        rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=-1)
-        ranks = self.accelerator.num_processes
-        keys, tokens = self.accelerator.gather(rows).view(ranks, -1, 2).cpu().numpy().transpose(2, 0, 1)
+        keys, tokens = self._of_all_ranks(rows, pad=-1)
         micro_batch = np.repeat(np.arange(len(batches)), sizes)
         micro_batch = np.pad(micro_batch, (0, keys.shape[1] - sum(sizes)))  # rows that only pad own nothing
         owner, share, queries = settle_owners(keys, tokens, self.accelerator.process_index, micro_batch)
         owner, share = (torch.from_numpy(x).split([*sizes, len(x) - sum(sizes)]) for x in (owner, share))
+        ranks = self.accelerator.num_processes
         settled = []
         for batch, owns, part in zip(batches, owner, share):
             device = batch["query_key"].device
@@ -214,6 +215,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         mode = "train" if self.model.training else "eval"
         self._query_metrics[mode].open(keys, np.minimum(tokens, 1), len(batches), forwarded)
         return settled
+
+    def _of_all_ranks(self, rows: Tensor, pad: int = 0) -> np.ndarray:
+        """(C, R, N) of the (N, C) rows that each of the R ranks holds; those that are fewer are filled with `pad`."""
+        ranks = self.accelerator.num_processes
+        if ranks > 1:
+            rows = self.accelerator.pad_across_processes(rows, dim=0, pad_index=pad)
+        return self.accelerator.gather(rows).view(ranks, -1, rows.shape[1]).cpu().numpy().transpose(2, 0, 1)
 
     # ---- weights by the policy
 
@@ -248,9 +256,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         """Weights of a step of one micro-batch, after its forward and before its loss."""
         nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
         rows = torch.stack([batch["query_owner"].float(), nll.float(), reader.mask.sum(-1).float()], dim=1)
-        rows = self.accelerator.pad_across_processes(rows, dim=0)
-        ranks = self.accelerator.num_processes
-        owner, nll, tokens = self.accelerator.gather(rows).view(ranks, -1, 3).cpu().numpy().transpose(2, 0, 1)
+        owner, nll, tokens = self._of_all_ranks(rows)
         mode = "train" if self.model.training else "eval"
         owned = owner > 0
         distinct, weights = step_weights(
@@ -330,9 +336,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         )
         metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
         if len(metrics.pending) == metrics.micro_batches:
-            rows = self.accelerator.pad_across_processes(torch.cat(metrics.pending), dim=0)
-            ranks = self.accelerator.num_processes
-            drift = metrics.close(self.accelerator.gather(rows).view(ranks, -1, len(columns)).cpu().numpy())
+            drift = metrics.close(np.moveaxis(self._of_all_ranks(torch.cat(metrics.pending)), 0, -1))
             if self.adaptive_alpha is not None and mode == "train" and drift is not None:
                 self.adaptive_alpha.update(drift)
 

@@ -80,14 +80,14 @@ def require_mappable(dataset, reserved, column: str) -> None:
 
 
 def collate_rows(collate: Callable[[list[dict]], list[dict]], rows: list[dict]) -> list[dict]:
-    """What `collate` makes of a batch, with each row's log-probs as one array.
+    """What `collate` makes of a batch, with each row's log-probs and span as one array each.
 
     Every micro-batch brings the rows of a whole generation batch, and accelerate, which moves it to the device, would walk
     through each number of a list.
     """
-    name = "ref_query_logps"
+    arrays = {"ref_query_logps": np.float32, "query_span": np.int64}
     return [
-        row if row.get(name) is None else {**row, name: np.asarray(row[name], dtype=np.float32)}
+        row | {name: np.asarray(row[name], dtype) for name, dtype in arrays.items() if row.get(name) is not None}
         for row in collate(rows)
     ]
 

@@ -6,33 +6,34 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 
-from .fingerprint import base_model, query_key
+from .fingerprint import base_model, is_peft_model, query_key
 from .sharding import compute_device, is_sharded
 
 logger = logging.get_logger(__name__)
 
 
-# Padding of one batch, in tokens, above which one more forward is cheaper
-_MOST_PADDING = 256
+# Padding of one batch above which one more forward is cheaper: tokens, or a share of its real ones where that is more
+_MOST_PADDING, _PADDING_SHARE = 64, 1 / 32
 
 
 def batches_by_tokens(queries: list[np.ndarray], budget: int) -> list[list[np.ndarray]]:
-    """Queries, longest first, cut where rows x longest row would pass `budget` tokens or padding would pass 256; at least one
-    a batch."""
-    batches, batch, padding = [], [], 0
+    """Queries, longest first, at least one a batch, cut where rows x longest row would pass `budget` tokens, or padding both
+    64 tokens and 1/32 of the real ones."""
+    batches, batch, real = [], [], 0
     for query in sorted(queries, key=len, reverse=True):
-        more = len(batch[0]) - len(query) if batch else 0
-        if batch and (len(batch[0]) * (len(batch) + 1) > budget or padding + more > _MOST_PADDING):
-            batches.append(batch)
-            batch, padding, more = [], 0, 0
+        if batch:
+            total, tokens = len(batch[0]) * (len(batch) + 1), real + len(query)
+            if total > budget or total - tokens > max(_MOST_PADDING, tokens * _PADDING_SHARE):
+                batches.append(batch)
+                batch, real = [], 0
         batch.append(query)
-        padding += more
+        real += len(query)
     return [*batches, batch] if batch else batches
 
 
@@ -148,19 +149,13 @@ def score_queries(policy: nn.Module, queries: list[np.ndarray], processing_class
     """
     device = compute_device(policy)
     longest = max(map(len, queries))
-    # Padded on the right, where causal attention needs no mask and absolute positions stay put
+    # Padded on the right: no real token attends to padding, and positions stay put, so that attention runs its causal kernel
+    # without a mask, which would take longer
     input_ids = torch.zeros(len(queries), longest, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
+    labels = torch.full_like(input_ids, -100)
     for row, query in enumerate(queries):
-        input_ids[row, : len(query)] = torch.from_numpy(query)
-        attention_mask[row, : len(query)] = 1
-    padded = bool((attention_mask == 0).any())
-    outputs = policy(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device) if padded else None,
-        labels=input_ids.masked_fill(attention_mask == 0, -100).to(device),
-        fused_lm_head=True,
-    )
+        input_ids[row, : len(query)] = labels[row, : len(query)] = torch.from_numpy(query)
+    outputs = policy(input_ids=input_ids.to(device), labels=labels.to(device), fused_lm_head=True)
     scored = outputs.log_probs.float().cpu().numpy()
     logps = [scored[row, : len(query) - 1] for row, query in enumerate(queries)]
     for query, values in zip(queries, logps):
