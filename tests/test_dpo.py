@@ -600,7 +600,7 @@ def test_score_then_train(recipe, tmp_path, capsys):
     assert "8 queries scored, 0 reused" in capsys.readouterr().out
     assert cli.main(["train", "--config", str(recipe), "--max_rows", "5"]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert state["log_history"][0]["query/kl"] == 0
+    assert state["log_history"][0]["query/kl"] == pytest.approx(0, abs=1e-10)  # scored in other batches
     card = (tmp_path / "out" / "README.md").read_text()
     assert "2608.23311" in card and "- erpo" in card and "- dpo" in card
     trainer = trainer_of(*parse(["--config", str(recipe)]))
