@@ -20,7 +20,7 @@ test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test but the slowest; those on
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "distributed and not slow" $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trl-$(OTHER_TRL) $(BIN)/python -m pytest -n $(WORKERS) -m both_trls $(ARGS)
 
-test-slow: $(READY)  ## The tests that take minutes: the whole demo, the benchmark's smoke runs, ZeRO-2, kill -9 under ZeRO-3
+test-slow: $(READY)  ## The tests that take minutes: whole demo, bench, all of the study's variants, ZeRO-2, kills under ZeRO-3, two machines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about a quarter of an hour on two quiet CPU cores, on a GPU if there is one

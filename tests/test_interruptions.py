@@ -243,6 +243,7 @@ def two_hosts():
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path, whole, two_hosts):
     """One process on each of two machines. First twice on loopback, where SIGTERM reaches one machine only and both stop
     after the same step; then the resume, in two network namespaces where the system allows it.

@@ -325,7 +325,11 @@ def test_out_of_memory_on_one_rank(launched):
 
 
 @pytest.mark.xdist_group("table_on_one_rank")  # launches of its own
-@pytest.mark.parametrize("cache_dirs", [("warm", "cold"), ("cold", "warm")], ids=["first_warm", "second_warm"])
+@pytest.mark.parametrize(
+    "cache_dirs",
+    [("warm", "cold"), pytest.param(("cold", "warm"), marks=pytest.mark.slow)],
+    ids=["first_warm", "second_warm"],
+)
 def test_table_on_one_rank_only(tmp_path, cache_dirs):
     """Node-local folders: one rank finds everything, the other nothing. Equal forwards and right values on both, or a
     refusal that names the field; never a hang (the launch has a time limit) and never a bare KeyError.
