@@ -9,6 +9,8 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 WORKERS ?= 2
 OTHER_TRL := 1.15.0
 VLLM := .venv-vllm
+# Compiled modules are kept even where the environment says otherwise: without them each process compiles all that it imports
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-slow bench study check-vllm lint format notebooks docs clean
 
