@@ -16,7 +16,7 @@ import yaml
 from erpo_trl import cli
 from erpo_trl.cli import InputError
 from erpo_trl.demo import MODEL_DIR
-from erpo_trl.study import measure
+from erpo_trl.study import measure, plots
 from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
 from erpo_trl.study.records import DIGITS, find_records, read_record, rounded, thinned_log, write_record
@@ -493,6 +493,12 @@ def test_interval_by_hand():
     found = log_interval([1, math.e**2])
     assert found.mean == pytest.approx(math.e)
     assert (math.log(found.low), math.log(found.high)) == pytest.approx((-11.7062, 13.7062), abs=1e-4)
+
+
+def test_axes_follow_the_means():
+    assert plots.limits([1.0, 3.0], log=False) == pytest.approx((0.5, 3.5))
+    assert plots.limits([1e-2, 1e2], log=True) == pytest.approx((1e-3, 1e3))
+    assert plots.limits([2.0], log=False) == pytest.approx((1.9, 2.1))
 
 
 def test_pairs_are_by_seed():

@@ -58,6 +58,17 @@ def seed_line(
     return Line(label, index, common.tolist(), [interval(column) for column in table.T])
 
 
+def limits(means: Sequence[float], log: bool) -> tuple[float, float]:
+    """Of an axis: the means with a quarter of their range to each side. Intervals of few seeds may run out of it; they would
+    press all curves flat.
+    """
+    values = np.log(means) if log else np.asarray(means)
+    low, high = float(values.min()), float(values.max())
+    room = (high - low) / 4 or 0.1
+    ends = np.array([low - room, high + room])
+    return tuple(np.exp(ends) if log else ends)
+
+
 def draw_panels(panels: Sequence[Panel], xlabel: str, columns: int = 2) -> Figure:
     """Panels of lines with their bands, two to a row; empty ones are left out."""
     panels = [panel for panel in panels if panel.lines]
@@ -74,6 +85,7 @@ def draw_panels(panels: Sequence[Panel], xlabel: str, columns: int = 2) -> Figur
             axis.fill_between(line.x, low, high, color=line.style["color"], alpha=0.15, linewidth=0)
             handles.setdefault(line.label, mean)
         axis.set(title=panel.title, xlabel=xlabel, ylabel=panel.unit, yscale="log" if panel.log else "linear")
+        axis.set_ylim(*limits([y.mean for line in panel.lines for y in line.y], panel.log))
         axis.grid(alpha=0.3)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)

@@ -131,7 +131,7 @@ def sections_of(question: Question, found: Found, findings: str | None) -> list[
             return Section(title, [], ["No record holds what this plot shows."])
         return Section(title, [Picture(f"{question.name}-{name}", as_png(figure), f"{caption} {source}")])
 
-    band = "Line: mean over seeds; band: its 95 % interval (Student's t"
+    band = "Line: mean over seeds; band: its 95 % interval, with few seeds wider than the plot (Student's t"
     found_sections = [
         claim,
         written,
