@@ -210,6 +210,7 @@ def test_mismatch_with_the_rollout_counts_once(tmp_path, on_server, shift):
         "query_kl_coef": 0.0,
         "trust_region": "drpo",
         "trust_region_delta": 1e9,
+        "trust_region_check_rollout": False,  # which refuses such a shift
         "vllm_importance_sampling_mode": "token_truncate",
     }
     trainer = make_trainer(tmp_path / "engine", on_server, **fields)
