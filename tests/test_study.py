@@ -19,7 +19,7 @@ from erpo_trl.demo import MODEL_DIR
 from erpo_trl.study import measure, plots
 from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
-from erpo_trl.study.records import DIGITS, find_records, read_record, rounded, thinned_log, write_record
+from erpo_trl.study.records import DIGITS, digits, find_records, read_record, rounded, thinned_log, write_record
 from erpo_trl.study.runner import expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import gather, write_pages
@@ -224,6 +224,13 @@ def test_record_keeps_what_was_written(tmp_path):
     assert record.content["log"]["series"]["loss"][0] == record.content["log"]["series"]["reward"][0]
     assert record.right(0.5).tolist() == [1.0, 0.0] and record.right(1.0).tolist() == [0.5, 0.5]
     assert record.temperatures == [0.5, 1.0]
+
+
+def test_counts_are_a_digit_each():
+    assert digits([0, 4, 9]) == "049"
+    for counts in ([1, 10], [-1], []):
+        with pytest.raises(ValueError, match="counts must be 0 to 9"):
+            digits(counts)
 
 
 def test_rounding_keeps_five_digits_and_drops_what_json_lacks():

@@ -74,8 +74,9 @@ def thinned_log(log_history: Sequence[dict]) -> dict[str, dict[str, list]]:
 
 def digits(counts: Iterable[int]) -> str:
     """Counts from 0 to 9 as one text, a digit each."""
-    text = "".join(str(int(count)) for count in counts)
-    if not text.isdigit() or len(text) != len(list(text)):
+    counts = [int(count) for count in counts]
+    text = "".join(map(str, counts))
+    if not text.isdigit() or len(text) != len(counts):
         raise ValueError(f"counts must be 0 to 9, found {text}")
     return text
 
