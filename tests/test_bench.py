@@ -17,7 +17,7 @@ from erpo_trl.bench.positions import measure_positions
 from erpo_trl.bench.prefix import measure_prefix
 from erpo_trl.bench.step import BASE, ERPO, REFERENCE_MODEL, RELEASE, StepShape, measure_step, steppers
 from erpo_trl.bench.summary import summary_table
-from erpo_trl.bench.workload import Workload, mixed_lengths
+from erpo_trl.bench.workload import Workload, bare_lengths, mixed_lengths
 from erpo_trl.cli import InputError
 from erpo_trl.query import fingerprint
 from erpo_trl.query.scoring import batches_by_tokens
@@ -84,10 +84,11 @@ def test_shared_prompts(work, tmp_path, shape, choice):
 
 
 # --------------------------------------------------------------------------------------------- counts of the scoring pass
-@pytest.mark.parametrize("rows, budget, share", [(192, 16_384, 0.06), (10_000, 16_384, 0.02), (10_000, 2048, 0.005)])
-def test_padding_of_the_scoring_pass(rows, budget, share):
+@pytest.mark.parametrize("made", [mixed_lengths, bare_lengths])
+@pytest.mark.parametrize("rows, budget, share", [(192, 16_384, 0.06), (10_000, 16_384, 0.03), (10_000, 2048, 0.005)])
+def test_padding_of_the_scoring_pass(rows, budget, share, made):
     """Prompts of mixed lengths: no batch passes its budget or its padding, and all together have little of it."""
-    lengths = mixed_lengths(rows, 600, seed=0)
+    lengths = made(rows, 600, seed=0)
     batches = batches_by_tokens([np.zeros(length, dtype=np.int32) for length in lengths], budget)
     sizes = [[len(row) for row in batch] for batch in batches]
     padded = [len(batch) * max(batch) for batch in sizes]
@@ -95,6 +96,14 @@ def test_padding_of_the_scoring_pass(rows, budget, share):
     assert max(padded) <= budget
     assert all(total - sum(batch) <= max(64, sum(batch) / 32) for total, batch in zip(padded, sizes))
     assert 1 - sum(lengths) / sum(padded) < share
+
+
+def test_lengths_of_bare_problems():
+    """Shares of the rows that are longer than MATH-500's quantiles, and no row longer than asked."""
+    lengths = bare_lengths(100_000, 600, seed=0)
+    for quantile, share in ((33, 0.75), (52, 0.5), (80, 0.25), (233, 0.05)):
+        assert (lengths >= quantile).mean() == pytest.approx(share, abs=0.01)
+    assert (lengths.min(), lengths.max()) == (9, 600)
 
 
 def test_weights_are_digested_once(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from multiprocessing import forkserver
 from pathlib import Path
@@ -600,3 +601,16 @@ def test_pages_name_what_is_missing_and_where_numbers_come_from(tmp_path):
     again = {path.name: path.read_bytes() for path in out.glob("q*")}
     write_pages(out, [question], [question], records)
     assert {path.name: path.read_bytes() for path in out.glob("q*")} == again
+
+
+def test_committed_pages_are_those_of_the_committed_records(tmp_path):
+    """Every record is of a run that a question asks for, and no number of a page is of another record, or of another time."""
+    study = ROOT / "docs" / "study"
+    questions, _ = read_questions(QUESTIONS)
+    records, notes = find_records(study / "runs", questions)
+    assert notes == [] and len(records) == len(list((study / "runs").iterdir())) > 0
+    shutil.copytree(study / "findings", tmp_path / "findings")
+    names = write_pages(tmp_path, questions, questions, records)
+    assert sorted(names) == sorted(path.name for path in study.iterdir() if path.is_file())
+    for page in (name for name in names if name.endswith(".md")):
+        assert (tmp_path / page).read_text(encoding="utf-8") == (study / page).read_text(encoding="utf-8"), page

@@ -25,7 +25,7 @@ class Shapes:
             steps whose rows share prompts; vocabularies: of the steps, the first also of everything else. large_vocabularies:
             of the first of the steps alone, with one query on a model of `NARROW` dimensions, as their heads outweigh all else
             on a CPU. queries: distinct queries of a step. rows: of the scoring pass; longest: its longest prompt in tokens, see
-            `mixed_lengths`. map_rows: rows of the mappings whose memory and warm time are taken, the second also
+            `mixed_lengths` and `bare_lengths`. map_rows: rows of the mappings whose memory and warm time are taken, the second also
             with a warm table. groups, prompts: K and prompt lengths that step time is fitted on. samples, new_tokens: of
             evaluation.
     """

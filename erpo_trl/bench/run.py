@@ -29,7 +29,7 @@ from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
 from .step import BASE, ERPO, RELEASE, StepShape, measure_step
 from .summary import summary_table
-from .workload import Workload
+from .workload import Workload, bare_lengths, mixed_lengths
 
 _UNITS = {
     "s": (1e3, "ms", 1), "bytes": (2**-20, "MiB", 1), "FLOP": (1e-9, "GFLOP", 2), "tokens/s": (1, "tokens/s", 0),
@@ -74,7 +74,8 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
             for shape in shapes.prefixes:
                 yield from measure_prefix(work, _step(shapes, shape), rounds, folder)
         elif part == "scoring":
-            yield from measure_scoring(work, shapes.rows, shapes.longest, rounds, folder)
+            for lengths in (mixed_lengths, bare_lengths):
+                yield from measure_scoring(work, lengths(shapes.rows, shapes.longest, config.seed), rounds, folder)
             yield measure_warm(small, shapes.map_rows[1], rounds, folder)
             yield measure_memory(small, shapes.map_rows, folder)
         elif part == "scaling":

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..config import ERPOConfig
 from ..query.reference import DatasetMapper
 from .measure import Comparison, interleaved, own_clock, seconds
-from .workload import Workload, mixed_lengths
+from .workload import Workload
 
 MAPPER, BARE, LOOP = "DatasetMapper", "bare forward", "obvious loop"
 _LOOP_ROWS = 16  # of a batch of the obvious loop
@@ -35,15 +35,14 @@ def mapper_config(work: Workload, folder: Path) -> ERPOConfig:
     )
 
 
-def measure_scoring(work: Workload, rows: int, longest: int, repetitions: int, folder: Path) -> list[Comparison]:
-    """Seconds for prompts of mixed lengths: tokenized, scored, written and attached by the mapper; the forward alone.
+def measure_scoring(work: Workload, lengths: np.ndarray, repetitions: int, folder: Path) -> list[Comparison]:
+    """Tokens a second of random prompts: tokenized, scored, written and attached by the mapper; the forward alone.
 
     The bare forward runs the same number of tokens in rows of one length, so without padding, through backbone and fused
     head. The rows are as long as makes its attention cost what that of the prompts costs. The obvious loop takes the prompts
     in their order, padded to the longest of a batch, and makes logits and their log-softmax.
     """
-    lengths = mixed_lengths(rows, longest, work.seed)
-    texts = work.prompts(lengths)
+    rows, texts = len(lengths), work.prompts(lengths)
     data = Dataset.from_dict({"prompt": texts})
     model, config = work.model().eval(), mapper_config(work, folder)
     ids = [torch.tensor(row) for row in work.tokenizer(texts)["input_ids"]]
@@ -76,7 +75,7 @@ def measure_scoring(work: Workload, rows: int, longest: int, repetitions: int, f
 
     times = interleaved({BARE: bare, MAPPER: mapped, LOOP: loop}, repetitions)
     rates = {side: (tokens / np.asarray(values)).tolist() for side, values in times.items()}
-    name = f"{rows} prompts of 2 to {longest} tokens ({tokens} in all)"
+    name = f"{rows} prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to {np.median(lengths):.0f}"
     return [
         Comparison(f"scoring {name}", "tokens/s", rates, {MAPPER: (">=", 0.85)}),
         Comparison(

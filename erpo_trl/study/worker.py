@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -82,12 +81,8 @@ def main(run: RunSpec, model: str, work: str, records: str, questions: list[str]
     with open(folder / LOG, "a", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        try:
-            with claimed(folder):
-                run_once(run, model, Path(work), Path(records), questions, commit)
-        except Exception:
-            traceback.print_exc()
-            raise
+        with claimed(folder):
+            run_once(run, model, Path(work), Path(records), questions, commit)
 
 
 @contextlib.contextmanager
