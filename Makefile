@@ -28,7 +28,7 @@ test-slow: $(READY)  ## The tests that take minutes: whole demo, bench, all of t
 bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about a quarter of an hour on two quiet CPU cores, on a GPU if there is one
 	$(BIN)/erpo-trl bench $(ARGS)
 
-study: $(READY)  ## The study behind docs/study/: resumable, about six hours on two quiet CPU cores; ARGS="--list" says what is left
+study: $(READY)  ## The study behind docs/study/: resumable, about eight hours on two quiet CPU cores; ARGS="--list" says what is left
 	OMP_NUM_THREADS=1 $(BIN)/erpo-trl study --config recipes/study/*.yaml $(ARGS)
 
 check-vllm: $(VLLM)/ready  ## Train with a real vLLM engine on this machine's CPU; an environment of 4 GB of its own, not in CI
