@@ -43,7 +43,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-notebooks: $(READY)  ## Run every notebook and keep its outputs; a quarter of an hour on two CPU cores
+notebooks: $(READY)  ## Run every notebook and keep its outputs; about an hour on a CPU
 	$(BIN)/python notebooks/run.py $(ARGS)
 
 docs: $(READY)  ## Build the site into build/site; a broken link or reference fails

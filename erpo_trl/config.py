@@ -27,7 +27,8 @@ class ERPOConfig(ForwardFields, GenerationFields, GRPOConfig):
             `policy/trust_region.py`. Preset `paper`: `"ratio_clip"`.
         trust_region_delta (`float`, *optional*):
             δ, the radius: of the probability shift |π - μ| (at most 1), of a total variation (`dppo_topk_tv`), or in nats
-            (`dppo_kl`, `dppo_topk_kl`). Needed by every region but `none` and `spo`. DRPO's authors run 12.5, where the
+            (`dppo_kl`, `dppo_topk_kl`). Needed by every region but `none`, `spo` and those that
+            `trust_region_coef` sets. DRPO's authors run 12.5, where the
             boundary is out of reach and the region only dampens.
         trust_region_delta_low (`float`, *optional*), trust_region_delta_high (`float`, *optional*):
             Radius of the masks where the probability fell and where it rose. Default: `trust_region_delta`.
@@ -67,7 +68,9 @@ class ERPOConfig(ForwardFields, GenerationFields, GRPOConfig):
     )
     trust_region_delta: float | None = field(
         default=None,
-        metadata={"help": "Radius delta of the trust region: of |pi - mu|, or in nats for dppo_kl."},
+        metadata={
+            "help": "Radius delta of the trust region: of |pi - mu|, a total variation for dppo_topk_tv, nats for dppo_kl and dppo_topk_kl."
+        },
     )
     trust_region_delta_low: float | None = field(
         default=None, metadata={"help": "Radius of the masks where the probability fell. Default: the radius."}

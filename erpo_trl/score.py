@@ -20,7 +20,8 @@ def main(argv: Sequence[str]) -> None:
     """Score every prompt of a recipe's data under its model and say where the table lies.
 
     Takes the options of `erpo-trl train`, and launches as it does. Training finds the table by its fingerprint: weights,
-    head settings (temperature, `cast_lm_head_to_fp32`, autocast dtype) and token ids.
+    model config, adapter, head settings (temperature, `cast_lm_head_to_fp32`), precision, token ids and versions. In 16-bit training
+    the precision is that of the launch (plain, DeepSpeed, FSDP).
     """
     data, args, model = parse(argv, prog="erpo-trl score")
     for name, value in _WITHOUT.items():
@@ -36,5 +37,5 @@ def main(argv: Sequence[str]) -> None:
     trainer.accelerator.print(
         "\n".join(f"{part.capitalize()} data: {report}" for part, report in trainer.scoring_reports) + "\n"
         f"Table: {os.path.abspath(mapper.cache_dir / mapper.reference.fingerprint)} ({settings})\n"
-        f"Training with the same recipe finds it with --reference_cache_dir {os.path.abspath(mapper.cache_dir)}"
+        f"Training with the same recipe, launched likewise, finds it with --reference_cache_dir {os.path.abspath(mapper.cache_dir)}"
     )

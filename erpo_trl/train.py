@@ -94,7 +94,9 @@ class DataArguments:
     max_rows: int | None = field(default=None, metadata={"help": "Keep only the first rows of the training data."})
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy"],
-        metadata={"help": "Rewards by name (accuracy, format) or import path (package.module:function)."},
+        metadata={
+            "help": "Rewards by name (accuracy, format) or import path (package.module:function, file.py:function)."
+        },
     )
 
     def __post_init__(self):

@@ -16,7 +16,7 @@ ERPO_PAPER = {
     "title": "Beyond the Stability-Exploration Dilemma: Environmental Regularization for LLM Policy Optimization",
     "id": "2608.23311",
     "citation": textwrap.dedent("""\
-        @article{zhou2026erpo,
+        @misc{zhou2026erpo,
             title        = {{Beyond the Stability-Exploration Dilemma: Environmental Regularization for LLM Policy Optimization}},
             author       = {Xianlei Zhou and Xiangdi Meng and Yu He and Tianyu Qi and Shuyan Guan and Xianli Zhang and Jian Zhang and Xin Li and Qika Lin and Jun Liu},
             year         = 2026,

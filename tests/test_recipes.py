@@ -170,7 +170,11 @@ def test_recipe_has_the_papers_settings(name, monkeypatch):
     header = read_header(RECIPES / name)
     data, args, _ = parsed(RECIPES / name, header.devices, monkeypatch)
     assert (header.generation, header.update) == ((512, 8), (128, 8))
-    assert (data.dataset, args.temperature, args.learning_rate) == ("math_3_5", 1.0, 1e-6)
+    assert (data.dataset, data.dataset_split) == (
+        "math_3_5",
+        "all",
+    )  # its 8,523 problems are of all that is not MATH-500
+    assert (args.temperature, args.learning_rate) == (1.0, 1e-6)
     assert args.max_prompt_length + args.max_completion_length == 3000
     if isinstance(args, ERPOConfig):  # RLOO's loss is on whole responses
         assert args.loss_type == ("dr_grpo" if "drpo" in name else "dapo")  # token level; DRPO has its own aggregation
@@ -226,6 +230,7 @@ def small(name: str, folder: Path, keys: dict) -> list[str]:
     options = {
         "model_name_or_path": "demo",
         "dataset": "arithmetic",
+        "dataset_split": "train",
         "max_rows": 64,
         "max_steps": 2,
         "per_device_train_batch_size": 8,
@@ -308,5 +313,5 @@ def test_accelerate_file(path):
         assert arguments.gradient_accumulation_steps is None and arguments.gradient_clipping is None
     if arguments.use_fsdp:
         assert int(arguments.fsdp_version) == 2
-        # Ranks that load no weights could not score the reference
-        assert arguments.fsdp_cpu_ram_efficient_loading is False
+        # As the tests on several processes launch it
+        assert arguments.fsdp_cpu_ram_efficient_loading is True

@@ -225,7 +225,7 @@ def main(argv: Sequence[str]) -> None:
     """`erpo-trl compare`."""
     parser = argparse.ArgumentParser(
         prog="erpo-trl compare",
-        description="Compare evaluations: tables in the shape of the paper's, differences to the first run with their 95%% "
+        description="Compare evaluations: tables in the shape of the paper's, differences to the first run with their 95% "
         "intervals (paired bootstrap over problems), and plots against temperature.",
     )
     parser.add_argument(

@@ -13,7 +13,7 @@ from .prefix import Layout
 _EAGER_PAIR = {"cpu": (1.0, 3.0)}
 _EAGER_PAIR_ELSEWHERE = (1.0, 20.0)
 # Share of the plain forward's cost that must be saved: packing itself is not free, and the count is a count
-_LEAST_SAVED = 0.1
+_LEAST_SAVED = 0.05
 
 
 def flops_per_token(backbone: nn.Module) -> float:

@@ -15,7 +15,7 @@ class ForwardFields:
             Whether the completions of a query share its prompt in forwards of the policy and of TRL's reference: a prompt that
             several rows of a micro-batch have runs through the layers once, forward and backward, with the same log-probs,
             entropies and gradients up to rounding. `"on"`: wherever two rows share a prompt; `"auto"`: where it is
-            reckoned to save a tenth of the layers' time, see docs/cost.md; `"off"`: never. Off is the default because rounding
+            reckoned to save a twentieth of the layers' time, see docs/cost.md; `"off"`: never. Off is the default because rounding
             differs: with α = 0 and uniform weights the trainer is TRL's bit for bit. Rows change places among the micro-batches of an optimizer step
             so that those of a query meet, where the step does not depend on it. Models for which it is not exact run as they do
             without, with a line in the log. With dropout, rows that share a prompt share its draw.

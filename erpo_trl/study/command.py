@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     """Run what is left, then write the pages."""
     parser = argparse.ArgumentParser(
         prog="erpo-trl study",
-        description="Make the runs that a study's questions take, resumably, and sum them up with 95%% intervals over seeds.",
+        description="Make the runs that a study's questions take, resumably, and sum them up with 95% intervals over seeds.",
         epilog="Stopped by Ctrl-C or SIGTERM, or cut short by --max-hours, it goes on where it was when called again.",
     )
     parser.add_argument(
