@@ -22,9 +22,8 @@ class Shapes:
 
     Args:
         model: dimensions of the model. steps: (prompt tokens, completion tokens, K) of the steps; prefixes: the same, of the
-            steps whose rows share prompts; vocabularies: of the steps, the first also of everything else. large_vocabularies:
-            of the first of the steps alone, with one query on a model of `NARROW` dimensions, as their heads outweigh all else
-            on a CPU. queries: distinct queries of a step. rows: of the scoring pass; longest: its longest prompt in tokens, see
+            steps whose rows share prompts; vocabularies: of the steps, the first also of everything else. large: (vocabulary,
+            model) of the first of the steps alone, with one query. queries: distinct queries of a step. rows: of the scoring pass; longest: its longest prompt in tokens, see
             `mixed_lengths` and `bare_lengths`. map_rows: rows of the mappings whose memory and warm time are taken, the second also
             with a warm table. groups, prompts: K and prompt lengths that step time is fitted on. samples, new_tokens: of
             evaluation.
@@ -42,10 +41,13 @@ class Shapes:
     prompts: tuple[int, ...]
     samples: int
     new_tokens: int
-    large_vocabularies: tuple[int, ...] = ()
+    large: tuple[tuple[int, Dimensions], ...] = ()
 
 
+# The head has nearly all weights: the most that a query's projections can weigh
 NARROW = Dimensions(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=192)
+# With 32,768 tokens the head has the share of the weights that it has in Qwen2.5-0.5B, about a quarter
+DEEP = Dimensions(hidden=256, layers=24, heads=4, kv_heads=1, intermediate=1024)
 QWEN25_05B = Dimensions(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864)
 SMOKE = Shapes(
     Dimensions(32, 2, 2, 1, 64), ((8, 4, 2),), ((8, 4, 2),), (64,), 2, 32, 24, (20, 40), (2, 4), (4, 8), 4, 4
@@ -53,7 +55,7 @@ SMOKE = Shapes(
 QUICK = Shapes(
     Dimensions(128, 4, 4, 2, 384), ((64, 64, 8), (256, 64, 8), (64, 256, 8)),
     ((64, 64, 8), (256, 64, 8), (64, 256, 8), (1024, 128, 8), (64, 512, 8)), (2048,), 2, 192, 600, (1000, 10_000),
-    (2, 4, 8), (32, 128, 512), 24, 32, (32_768, 151_936),
+    (2, 4, 8), (32, 128, 512), 24, 32, ((32_768, DEEP), (151_936, NARROW)),
 )  # fmt: skip
 FULL = Shapes(
     Dimensions(128, 4, 4, 2, 384), QUICK.steps, QUICK.prefixes, (32_768, 151_936), 2, 2048, 600, (1000, 10_000, 100_000), (2, 4, 8, 16),
@@ -83,7 +85,7 @@ class BenchConfig:
             `shared_prefix` also `1024x128x8`, `64x512x8`.
         vocabularies (`list[int]`, *optional*):
             Vocabulary sizes of the model built in code. Default: 2048 on a CPU, where the first step is also taken with 32768
-            and 151936 on a narrow model; else 151936 and 32768.
+            on a deeper model and 151936 on one that is nearly all head; else 151936 and 32768.
         repetitions (`int`, *optional*, defaults to `10`):
             Rounds of every comparison; in each round every side runs once.
         full (`bool`, *optional*, defaults to `False`):
@@ -132,7 +134,7 @@ class BenchConfig:
                 "steps": tuple(self.steps) or shapes.steps,
                 "prefixes": tuple(self.steps) or shapes.prefixes,
                 "vocabularies": tuple(self.vocabularies) or shapes.vocabularies,
-                "large_vocabularies": () if chosen else shapes.large_vocabularies,
+                "large": () if chosen else shapes.large,
             }
         )
 

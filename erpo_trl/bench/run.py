@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..cli import InputError
 from ..options import parse_options
-from .config import NARROW, SMOKE, BenchConfig, Shapes
+from .config import SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison
 from .positions import measure_positions
@@ -63,13 +63,13 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
                     # As on a GPU, and, on another device, as it runs there: the same ratios for every shape
                     for compact in (False,) if gpu else (True, False) if not index or config.full else (True,):
                         yield from measure_step(sized, _step(shapes, shape), str(vocabulary), rounds, folder, compact)
-            for vocabulary in shapes.large_vocabularies:
-                narrow = Workload(folder, None, NARROW, vocabulary, config.seed)
+            for vocabulary, dimensions in shapes.large:
+                sized = Workload(folder, None, dimensions, vocabulary, config.seed)
                 step = StepShape(*shapes.steps[0], queries=1)
-                named = f"{vocabulary} on a narrow model"
+                named = f"{vocabulary} with {_head_share(sized):.0%} of the weights in the head"
                 # Each of these steps takes seconds, with 150 K and the release's scheme half a minute
                 some, sides = max(1, rounds // 3), (BASE, ERPO) if vocabulary > 2**16 else (BASE, ERPO, RELEASE)
-                yield from measure_step(narrow, step, named, some, folder, compact=True, sides=sides)
+                yield from measure_step(sized, step, named, some, folder, compact=True, sides=sides)
         elif part == "shared_prefix":
             for shape in shapes.prefixes:
                 yield from measure_prefix(work, _step(shapes, shape), rounds, folder)
@@ -85,6 +85,11 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
                 yield measure_ranks(work, shapes.groups[0], shapes.prompts[0], rounds, folder)
         elif part == "evaluation":
             yield measure_evaluation(work, shapes.samples, shapes.new_tokens, shapes.longest, rounds)
+
+
+def _head_share(work: Workload) -> float:
+    model = work.model()
+    return model.get_output_embeddings().weight.numel() / sum(p.numel() for p in model.parameters())
 
 
 def _step(shapes: Shapes, shape: tuple[int, int, int]) -> StepShape:
