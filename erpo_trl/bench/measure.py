@@ -1,6 +1,8 @@
 """Interleaved repetitions, ratios with their spread, and counts that do not depend on the machine's load."""
 
 import contextlib
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +20,10 @@ _MORE_FLOPS = {
     ),
     torch.ops.aten.addmm_: lambda _, a, b, **__: mm_flop(a, b),
 }
+
+
+# Options of glibc's mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 @dataclass
@@ -69,6 +75,18 @@ class Comparison:
                 for side, values in self.values.items()
             },
         }
+
+
+def keep_freed_memory() -> None:
+    """Have the C library (glibc; others are left alone) keep what this process frees, in one pool for all threads.
+
+    Each trainer of a comparison runs in a thread of its own, and glibc gives each thread a pool that hands large tensors back to the
+    system and faults their pages in anew, one more often than another: ratios of equal work then differ by a tenth.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+            mallopt(option, value)
 
 
 def synchronize() -> None:

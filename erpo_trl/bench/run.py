@@ -21,7 +21,7 @@ from ..cli import InputError
 from ..options import parse_options
 from .config import SMOKE, BenchConfig, Shapes
 from .evaluation import measure_evaluation
-from .measure import Comparison
+from .measure import Comparison, keep_freed_memory
 from .positions import measure_positions
 from .prefix import measure_prefix
 from .scaling import measure_growth, measure_ranks, measure_rows
@@ -210,6 +210,7 @@ def _quiet() -> Iterator[None]:
 def main(argv: Sequence[str]) -> None:
     """`erpo-trl bench`."""
     [config] = parse_options(argv, (BenchConfig,), "erpo-trl bench")
+    keep_freed_memory()
     try:
         result = run(config)
     except OSError as error:
