@@ -170,10 +170,8 @@ def test_recipe_has_the_papers_settings(name, monkeypatch):
     header = read_header(RECIPES / name)
     data, args, _ = parsed(RECIPES / name, header.devices, monkeypatch)
     assert (header.generation, header.update) == ((512, 8), (128, 8))
-    assert (data.dataset, data.dataset_split) == (
-        "math_3_5",
-        "all",
-    )  # its 8,523 problems are of all that is not MATH-500
+    # Its 8,523 problems are of all that is not MATH-500
+    assert (data.dataset, data.dataset_split) == ("math_3_5", "all")
     assert (args.temperature, args.learning_rate) == (1.0, 1e-6)
     assert args.max_prompt_length + args.max_completion_length == 3000
     if isinstance(args, ERPOConfig):  # RLOO's loss is on whole responses
