@@ -21,12 +21,17 @@ class Shapes:
     """Shapes of a run.
 
     Args:
-        model: dimensions of the model. steps: (prompt tokens, completion tokens, K) of the steps; prefixes: the same, of the
-            steps whose rows share prompts; vocabularies: of the steps, the first also of everything else. large: (vocabulary,
-            model) of the first of the steps alone, with one query. queries: distinct queries of a step. rows: of the scoring
-            pass; longest: its longest prompt in tokens, see `mixed_lengths` and `bare_lengths`. map_rows: rows of the mappings whose memory and warm time are taken, the second also
-            with a warm table. groups, prompts: K and prompt lengths that step time is fitted on. samples, new_tokens: of
-            evaluation.
+        model: dimensions of the model.
+        steps: (prompt tokens, completion tokens, K) of the steps.
+        prefixes: the same, of the steps whose rows share prompts.
+        vocabularies: of the steps, the first also of everything else.
+        queries: distinct queries of a step.
+        rows: of the scoring pass.
+        longest: its longest prompt in tokens, see `mixed_lengths` and `bare_lengths`.
+        map_rows: rows of the mappings whose memory and warm time are taken, the second also with a warm table.
+        groups, prompts: K and prompt lengths that step time is fitted on.
+        samples, new_tokens: of evaluation.
+        large: (vocabulary, model) of the first of the steps alone, with one query.
     """
 
     model: Dimensions
