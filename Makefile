@@ -25,7 +25,7 @@ test: $(READY) $(VENV)/trl-$(OTHER_TRL)  ## Every test but the slowest; those on
 test-slow: $(READY)  ## The tests that take minutes: whole demo, bench, all of the study's variants, ZeRO-2, kills under ZeRO-3, two machines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; about a quarter of an hour on two quiet CPU cores, on a GPU if there is one
+bench: $(READY)  ## What ERPO costs against TRL's GRPO and others; less than half an hour on two CPU cores, on a GPU if there is one
 	$(BIN)/erpo-trl bench $(ARGS)
 
 study: $(READY)  ## The study behind docs/study/: resumable, about eight hours on two quiet CPU cores; ARGS="--list" says what is left

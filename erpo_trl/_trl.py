@@ -111,3 +111,8 @@ def require_supported_trl() -> None:
             f"erpo_trl supports TRL {SUPPORTED_TRL}, found {found}: pip install 'trl{SUPPORTED_TRL}', or a release of "
             "erpo_trl that names this TRL"
         )
+
+
+def metrics_mode(model) -> str:
+    """Under which of two names, `train` or `eval`, TRL's trainers keep in `_metrics` what they measure of `model` now."""
+    return "train" if model.training else "eval"

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..cli import InputError
 from ..options import parse_options
-from .config import SMOKE, BenchConfig, Shapes
+from .config import SMOKE, BenchConfig, Dimensions, Shapes
 from .evaluation import measure_evaluation
 from .measure import Comparison, keep_freed_memory
 from .positions import measure_positions
@@ -29,7 +29,7 @@ from .scoring import measure_memory, measure_scoring, measure_warm
 from .startup import measure_startup
 from .step import BASE, ERPO, RELEASE, StepShape, measure_step
 from .summary import summary_table
-from .workload import Workload, bare_lengths, mixed_lengths
+from .workload import Workload, bare_lengths, built_model, mixed_lengths
 
 _UNITS = {
     "s": (1e3, "ms", 1), "bytes": (2**-20, "MiB", 1), "FLOP": (1e-9, "GFLOP", 2), "tokens/s": (1, "tokens/s", 0),
@@ -66,7 +66,7 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
             for vocabulary, dimensions in shapes.large:
                 sized = Workload(folder, None, dimensions, vocabulary, config.seed)
                 step = StepShape(*shapes.steps[0], queries=1)
-                named = f"{vocabulary} with {_head_share(sized):.0%} of the weights in the head"
+                named = f"{vocabulary} with {_head_share(dimensions, vocabulary):.0%} of the weights in the head"
                 # Each of these steps takes seconds, with 150 K and the release's scheme half a minute
                 some, sides = max(1, rounds // 3), (BASE, ERPO) if vocabulary > 2**16 else (BASE, ERPO, RELEASE)
                 yield from measure_step(sized, step, named, some, folder, compact=True, sides=sides)
@@ -87,8 +87,9 @@ def measure(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
             yield measure_evaluation(work, shapes.samples, shapes.new_tokens, shapes.longest, rounds)
 
 
-def _head_share(work: Workload) -> float:
-    model = work.model()
+def _head_share(dimensions: Dimensions, vocabulary: int) -> float:
+    with torch.device("meta"):
+        model = built_model(dimensions, vocabulary, seed=0)
     return model.get_output_embeddings().weight.numel() / sum(p.numel() for p in model.parameters())
 
 

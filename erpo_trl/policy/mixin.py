@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from trl.trainer.utils import pad
 
+from .._trl import metrics_mode
 from .metrics import RegionMetrics, StepMoves
 from .radius import adapt_radius
 from .rollout import refuse_filtered_log_probs, refuse_one_sided_rollout
@@ -259,15 +260,12 @@ class TrustRegionMixin:
             # The mismatch between rollout and trainer is in r already
             inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
         outside = self._region.outside(move, self.region_params)
-        self._region_metrics[self._region_mode].add(move, advantage, pushed, outside, mask)
-
-    @property
-    def _region_mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        self._region_metrics[metrics_mode(self.model)].add(move, advantage, pushed, outside, mask)
 
     def _end_region_step(self) -> None:
         """After the last micro-batch of a step: look at the rollout, adapt the radius."""
-        mode, metrics = self._region_mode, self._region_metrics[self._region_mode]
+        mode = metrics_mode(self.model)
+        metrics = self._region_metrics[mode]
         if mode == "train" and metrics.micro_batches < self.current_gradient_accumulation_steps:
             return
         step = metrics.end_step(self.accelerator)
@@ -304,7 +302,7 @@ class TrustRegionMixin:
         return self.args.trust_region_delta_target is not None
 
     def log(self, logs, start_time=None):
-        mode = self._region_mode
+        mode = metrics_mode(self.model)
         summary = self._region_metrics[mode].summarize()
         if summary and self._radius_adapts:
             summary["delta"] = self.region_params.delta

@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from torch import Tensor
 from transformers.utils import logging
 
+from .._trl import metrics_mode
 from ..report.query_log import QueryLog
 from .alpha import AdaptiveAlpha, hinge
 from .divergence import query_kl
@@ -212,7 +213,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 }
             )
         forwarded = self._weigh_before_forward(settled) if self._policy_weights else None
-        self._query_metrics[self._mode].open(keys, np.minimum(tokens, 1), len(batches), forwarded)
+        self._query_metrics[metrics_mode(self.model)].open(keys, np.minimum(tokens, 1), len(batches), forwarded)
         return settled
 
     def _of_all_ranks(self, rows: Tensor, pad: int = 0) -> np.ndarray:
@@ -258,17 +259,15 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         owner, nll, tokens = self._of_all_ranks(rows)
         owned = owner > 0
         distinct, weights = step_weights(
-            self._query_metrics[self._mode].keys[owned], nll[owned], tokens[owned], WeightRule.of(self.args)
+            self._query_metrics[metrics_mode(self.model)].keys[owned],
+            nll[owned],
+            tokens[owned],
+            WeightRule.of(self.args),
         )
         found = weights_of_rows(batch["query_key"].cpu().numpy(), distinct, weights)
         weigh(batch, torch.from_numpy(found).to(batch["query_weight"]))
 
     # ---- the loss
-
-    @property
-    def _mode(self) -> str:
-        """Under which of TRL's two names the present batch is measured."""
-        return "train" if self.model.training else "eval"
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Before TRL's forward, whose graph then waits for nothing but its backward
@@ -283,7 +282,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
     def _reader(self, model, inputs: dict) -> QueryReader:
         """What stands in for the model in the forward of this micro-batch."""
         then = None
-        if self._policy_weights and self._query_metrics[self._mode].micro_batches == 1:
+        if self._policy_weights and self._query_metrics[metrics_mode(self.model)].micro_batches == 1:
             then = functools.partial(self._weigh_in_forward, inputs)
         return QueryReader(model, inputs["prompt_ids"], inputs["query_mask"], inputs["query_owner"], then)
 
@@ -328,7 +327,8 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
 
     def _record(self, inputs: dict, reader: QueryReader, divergence: Tensor, penalty: Tensor) -> None:
         """Keep this micro-batch's query statistics; after the step's last one, bring the ranks' together."""
-        metrics = self._query_metrics[self._mode]
+        mode = metrics_mode(self.model)
+        metrics = self._query_metrics[mode]
         nll = -torch.where(reader.mask, reader.logps.detach(), 0.0).sum(-1)
         ref_nll = -torch.where(reader.mask, inputs["ref_query_logps"], 0.0).sum(-1)
         columns = (
@@ -338,7 +338,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         metrics.pending.append(torch.stack([column.float() for column in columns], dim=1))
         if len(metrics.pending) == metrics.micro_batches:
             drift = metrics.close(np.moveaxis(self._of_all_ranks(torch.cat(metrics.pending)), 0, -1))
-            if self.adaptive_alpha is not None and self._mode == "train" and drift is not None:
+            if self.adaptive_alpha is not None and mode == "train" and drift is not None:
                 self.adaptive_alpha.update(drift)
 
     def _responses(self, inputs: dict, reader: QueryReader) -> tuple[Tensor, Tensor]:
@@ -348,19 +348,20 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         return nll, counted.sum(-1)
 
     def log(self, logs, start_time=None):
-        for name, value in self._query_metrics[self._mode].summarize(distinct=self._mode == "eval").items():
-            self._metrics[self._mode][f"query/{name}"] = [value]
-        moved = self._policy_kl.summarize() if self._policy_kl is not None and self._mode == "train" else None
+        mode = metrics_mode(self.model)
+        for name, value in self._query_metrics[mode].summarize(distinct=mode == "eval").items():
+            self._metrics[mode][f"query/{name}"] = [value]
+        moved = self._policy_kl.summarize() if self._policy_kl is not None and mode == "train" else None
         if moved is not None:
-            self._metrics[self._mode]["policy/kl"] = [moved]
-        if "query/kl" in self._metrics[self._mode]:
+            self._metrics[mode]["policy/kl"] = [moved]
+        if "query/kl" in self._metrics[mode]:
             # Of the step just made, as `query/loss` is; an α that adapts has moved on
-            self._metrics[self._mode]["query/alpha"] = [self._used_alpha]
+            self._metrics[mode]["query/alpha"] = [self._used_alpha]
             mean = self._mean_nll
             if mean is not None:
-                self._metrics[self._mode]["query/ref_nll_mean"] = [mean]
+                self._metrics[mode]["query/ref_nll_mean"] = [mean]
             if self._policy_weights:
-                self._warn_of_few_effective(self._metrics[self._mode]["query/weight_ess"][0], "queries of a step")
+                self._warn_of_few_effective(self._metrics[mode]["query/weight_ess"][0], "queries of a step")
         super().log(logs, start_time)
 
 
