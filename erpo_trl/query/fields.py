@@ -80,8 +80,8 @@ class QueryFields:
         query_weight_source (`str`, *optional*):
             Whose likelihood the weight reads: `"reference"` (constant over the run), or `"policy"`: the current policy's,
             detached, read at every update, relative to the distinct queries of the whole optimizer step in place of the
-            training set. With several micro-batches a step that takes one prompt-only forward a step, see README. Preset
-            `paper`: `"reference"`; preset `release`: `"policy"`.
+            training set. With several micro-batches a step that takes one prompt-only forward a step, see
+            docs/query_side.md. Preset `paper`: `"reference"`; preset `release`: `"policy"`.
         query_references (`dict`, *optional*):
             Several references: name -> `{"weight": λ, "model": hub id or folder}` or `{"weight": λ, "table": folder of a
             reference table}`. `"self"`, the model before RL, takes a weight alone. Default: `"self"` of weight 1. The weights
