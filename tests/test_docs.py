@@ -22,7 +22,9 @@ def test_every_public_name_has_its_place_in_the_reference():
     assert public - set(named) == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
 def test_files_and_tests_that_a_page_names_exist(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"`((?:erpo_trl|tests|recipes|docs|notebooks)/[\w./-]*)", text):

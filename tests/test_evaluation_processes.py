@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from evaluation_helpers import read_metrics, samples
-from launching import environment, torchrun
+from launching import accelerate, environment, torchrun
 from scripts import evaluation_run
+from test_sharded import LAUNCHES as SHARDINGS
 
 from erpo_trl import cli
 
@@ -36,9 +37,14 @@ def launch(output, processes=1, *options):
     return start([*command, *options])
 
 
-def start(command):
+def start(command, **variables):
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), process_group=0
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**variables),
+        process_group=0,
     )
 
 
@@ -92,11 +98,19 @@ def test_killed_run_continues_where_it_was(alone, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_callback_measures_the_same_on_any_number_of_ranks(tmp_path):
-    """7 problems with 3 samples each on two ranks; every rank ends with the same numbers."""
+@pytest.mark.parametrize("sharding", [None, "zero3", "fsdp2"])
+def test_callback_measures_the_same_on_any_number_of_ranks(tmp_path, sharding):
+    """7 problems with 3 samples each on two ranks, in an odd number of batches; every rank ends with the same numbers. On a sharded
+    model a rank that made a call less, or ended its answers earlier, would leave the other waiting.
+    """
     _, alone = evaluation_run.measure(tmp_path)
     script = str(Path(evaluation_run.__file__))
-    finish(start(torchrun(script, str(tmp_path), processes=2)))
+    command, variables = torchrun(script, str(tmp_path), processes=2), {}
+    if sharding is not None:
+        (tmp_path / "accelerate.yaml").write_text(SHARDINGS[sharding][0])
+        command = accelerate(script, str(tmp_path), config=tmp_path / "accelerate.yaml")
+        variables = {"ACCELERATE_TORCH_DEVICE": "cpu"} if sharding == "fsdp2" else {}
+    finish(start(command, **variables))
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert ranks == [{"world": 2, "metrics": alone}] * 2
+    assert ranks == [{"world": 2, "sharded": sharding is not None, "metrics": alone}] * 2
     assert 0 < alone["eval/seven/avg@3@T0.8"] < 1

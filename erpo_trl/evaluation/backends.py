@@ -45,11 +45,12 @@ class TransformersBackend:
     """Batches under a token budget, padded on the left, sampled from each sample's own seed.
 
     Args: model: in evaluation mode, on its device; tokenizer: of the model; batch_tokens: most tokens of a batch, padding and
-    room for the completions included. A batch has one row at least.
+    room for the completions included, one row at least; in_step: the model's forwards gather weights from all processes, which
+    then generate equally many batches, each until all have ended.
     """
 
-    def __init__(self, model, tokenizer: PreTrainedTokenizerBase, batch_tokens: int):
-        self.model, self.batch_tokens = model, batch_tokens
+    def __init__(self, model, tokenizer: PreTrainedTokenizerBase, batch_tokens: int, in_step: bool = False):
+        self.model, self.batch_tokens, self.in_step = model, batch_tokens, in_step
         self.eos = stop_ids(base_model(model).generation_config, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.eos)
 
@@ -109,6 +110,7 @@ class TransformersBackend:
                 attention_mask=mask.to(device),
                 generation_config=config,
                 logits_processor=processors,
+                synced_gpus=self.in_step,
             )
         return [self._draw(row) for row in output[:, width:].tolist()]
 

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl.models import unwrap_model_for_generation
 
+from ..query.sharding import is_sharded
 from ..rewards import TIME_LIMIT_S
 from .backends import Draw, Request, TransformersBackend
 from .benchmarks import Benchmark
@@ -174,14 +175,20 @@ class Policy:
                 gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
             ) as model,
         ):
-            backend = TransformersBackend(model, self.tokenizer, self.batch_tokens)
+            backend = TransformersBackend(model, self.tokenizer, self.batch_tokens, in_step=is_sharded(model))
             yield lambda requests: self._by_transformers(backend, requests)
 
     def _by_transformers(self, backend: TransformersBackend, requests: Sequence[Request]) -> list[Draw]:
         accelerator = self.trainer.accelerator
         batches = backend.plan(requests)
-        mine = batches[accelerator.process_index :: accelerator.num_processes]
-        found = [(r.row, r.sample, draw) for batch in mine for r, draw in zip(batch, backend.generate(batch))]
+        found = []
+        for first in range(0, len(batches), accelerator.num_processes):
+            index = first + accelerator.process_index
+            # A process without a batch in the last round draws one along: on a sharded model all make the same calls
+            batch = batches[min(index, len(batches) - 1)]
+            draws = backend.generate(batch)
+            if index < len(batches):
+                found += [(r.row, r.sample, draw) for r, draw in zip(batch, draws)]
         return _in_order(requests, gather_object(found))
 
     def _by_vllm(self, requests: Sequence[Request]) -> list[Draw]:

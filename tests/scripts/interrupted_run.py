@@ -11,17 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import scripts.on_cpu  # noqa: F401
 import torch
 from helpers import byte_tokenizer, checksum_reward, fixed_rollouts, make_config, prompts_dataset
 from transformers import TrainerCallback
 
 from erpo_trl import ERPOTrainer
 from erpo_trl.query import reference, scoring
-
-if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see sharded_run.py
 
 
 class Diary(TrainerCallback):

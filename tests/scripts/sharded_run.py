@@ -9,10 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import accelerate
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
 from helpers import (
     byte_tokenizer,
     checksum_reward,
@@ -24,22 +22,13 @@ from helpers import (
     shift_reference,
     tiny_model,
 )
+from scripts.on_cpu import FSDP
 from transformers import TrainerCallback
 
 from erpo_trl import DatasetMapper, ERPOTrainer
 
 # Not from PartialState: made before the training arguments, it would be one of a single process
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-
-if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    import deepspeed
-
-    # A faster all-reduce within one host, compiled at first use; the launch works without it
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-if FSDP:
-    # On a CPU accelerate turns FSDP into DDP, without a word
-    accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
 
 
 class WholeWeights(TrainerCallback):
