@@ -112,10 +112,11 @@ class ERPOConfig(ForwardFields, GenerationFields, GRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # On the command line a switch is text
-        self.scale_rewards = {"true": True, "false": False}.get(str(self.scale_rewards).lower(), self.scale_rewards)
-        if not isinstance(self.scale_rewards, bool):
-            require_one_of("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        # On the command line a switch is text; TRL has renamed the switches that it was given
+        self.scale_rewards = {"true": "group", "false": "none"}.get(
+            str(self.scale_rewards).lower(), self.scale_rewards
+        )
+        require_one_of("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         require_one_of("advantage_baseline", self.advantage_baseline, ("group", "none"))
         check_baseline(self)
         self._check_trust_region()

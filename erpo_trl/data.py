@@ -30,6 +30,8 @@ MATH500_ROWS = 500
 MATH_LEVELS = (3, 4, 5)
 # How many problems of these levels the ERPO paper trains on, of the 12,000 outside MATH-500.
 PAPER_ROWS = 8523
+# Data sets that go by a name of their own
+NAMED = ("arithmetic", "math_3_5")
 
 # A row as it was read: where it stands, for messages, and its fields.
 Row = tuple[str, dict]
@@ -201,9 +203,11 @@ def build_dataset(
     suffix: str | None,
     system_prompt: str | None,
     conversational: bool,
+    needs_answer: bool = True,
 ) -> Dataset:
-    """The dataset of checked rows; see `load_problems` for the arguments."""
-    require_fields(rows, source, (problem, answer), "Name the right ones with `problem` and `answer`")
+    """The dataset of checked rows; see `load_problems` for the arguments. `needs_answer`: refuse rows without that column."""
+    advice = "Name the right ones with `problem` and `answer`, on the command line --problem_field and --answer_field"
+    require_fields(rows, source, (problem, answer) if needs_answer else (problem,), advice)
     others = [name for name in field_names(rows) if name not in (problem, answer)]
     for taken in ("prompt", "answer"):
         if taken in others:
@@ -226,7 +230,7 @@ def build_dataset(
         prompts.append(_prompt(text, suffix, system_prompt, conversational))
         answers.append(gold_text(fields.get(answer)))
     missing = answers.count(None)
-    if missing:
+    if missing and needs_answer:
         logger.warning(
             "%s: %d of %d rows have no answer; the accuracy reward abstains on them", source, missing, len(rows)
         )
@@ -386,23 +390,29 @@ def resolve_dataset(name_or_path: str | Path, split: str = "train", revision: st
 
     Args: name_or_path: "arithmetic", "math_3_5", a local file, or a hub id; a file or a hub data set needs a `problem` or
     `prompt` column, and an `answer`; split: of all but a local file, which has none; revision: of a hub data set;
-    options: further arguments of the loader (`load_arithmetic`, `load_math_levels_3_to_5`, else `load_problems`).
+    options: further arguments of the loader (`load_arithmetic`, `load_math_levels_3_to_5`, else `load_problems`; there
+    `needs_answer=False` takes rows without answers, for a reward that reads none).
     Raises: FileNotFoundError; ValueError that says what was looked for and what was found.
     """
     name = str(name_or_path)
-    if name == "arithmetic":
+    if name == NAMED[0]:
         return load_arithmetic(split=split, **options)
-    if name == "math_3_5":
+    if name == NAMED[1]:
         return load_math_levels_3_to_5(split=split, revision=revision, **options)
     if Path(name).is_file() or Path(name).suffix.lower() in READERS:
         rows, source = read_rows(name), name
     else:
-        instead = "Known names: arithmetic, math_3_5; else give a local file or the id of a hub data set"
+        instead = f"Known names: {', '.join(NAMED)}; else give a local file or the id of a hub data set"
         rows, source = load_from_hub(name, split, revision, instead), name
     found = field_names(rows)
     if "problem" not in options:
         options["problem"] = "problem" if "problem" in found else "prompt"
-    if options["problem"] not in found:
-        raise ValueError(f"{source}: neither 'problem' nor 'prompt' among the columns {', '.join(map(repr, found))}")
+        if options["problem"] not in found:
+            raise ValueError(
+                f"{source}: neither 'problem' nor 'prompt' among the columns {', '.join(map(repr, found))}. Name the right one with "
+                "`problem`, on the command line --problem_field"
+            )
     settings = {"answer": "answer", "suffix": None, "system_prompt": None, "conversational": True}
+    if "answer" in options:  # asked for by name
+        options["needs_answer"] = True
     return build_dataset(rows, source, **{**settings, **options})

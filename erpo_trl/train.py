@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 import transformers
 from datasets import Dataset
 from packaging.version import Version
+from transformers.utils import logging
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .cli import InputError
 from .config import ERPOConfig, ERPODPOConfig, ERPORLOOConfig
-from .data import resolve_dataset
+from .data import NAMED, resolve_dataset
 from .demo import MODEL_DIR
 from .options import first_option, parse_options
 from .preferences import load_preferences
 from .query.fields import QueryFields
 from .report.live import show_live_line
-from .rewards import resolve_reward
+from .rewards import accuracy_reward, resolve_reward
 from .trainer import ERPODPOTrainer, ERPORLOOTrainer, ERPOTrainer
+
+logger = logging.get_logger(__name__)
 
 # What `trainer` may be -> its config and its class
 TRAINERS = {
@@ -129,18 +132,17 @@ def parse(argv: Sequence[str], prog: str = "erpo-trl train") -> tuple[DataArgume
 
 def _load(data: DataArguments, name: str, split: str) -> Dataset:
     """A data set with `prompt` and `answer`; options left unset keep the loader's defaults."""
-    options = {
-        "problem": data.problem_field,
-        "answer": data.answer_field,
-        "suffix": data.prompt_suffix,
-        "system_prompt": data.system_prompt,
-    }
+    options = {"suffix": data.prompt_suffix, "system_prompt": data.system_prompt}
+    if name not in NAMED:  # whose columns are known, unlike those of another data set of this run
+        options |= {"problem": data.problem_field, "answer": data.answer_field}
+        # A reward of the user's own may need none
+        options["needs_answer"] = any(resolve_reward(reward) is accuracy_reward for reward in data.reward_funcs)
     return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
 
 
 def _load_pairs(data: DataArguments, name: str, split: str) -> Dataset:
     """Preference pairs; raise for options that would do nothing to them."""
-    if name in ("arithmetic", "math_3_5"):
+    if name in NAMED:
         raise InputError(
             f"dataset: trainer 'dpo' learns from preference pairs, which {name!r} does not hold: give a file or a hub id with "
             "the columns prompt, chosen and rejected"
@@ -160,6 +162,7 @@ def make_trainer(
         model.model_name_or_path = str(MODEL_DIR)
     if model.model_name_or_path is None:
         raise InputError("model_name_or_path is not set: a hub id, a folder, or 'demo' for the embedded model")
+    take_one_gpu(args)
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -188,6 +191,16 @@ def make_trainer(
         )
     except (ValueError, OSError, ImportError) as error:  # ImportError: vLLM or bitsandbytes, with what to install
         raise InputError(str(error)) from error
+
+
+def take_one_gpu(args: transformers.TrainingArguments) -> None:
+    """Has a process without a launcher train on the first of the GPUs that it sees; TRL's trainers refuse several in one process."""
+    if args.n_gpu > 1:
+        logger.warning(
+            f"One process trains on one of the {args.n_gpu} GPUs that are visible. To train on all: accelerate launch -m "
+            "erpo_trl.cli train ..."
+        )
+        args._n_gpu = 1
 
 
 def describe(trainer: ERPOTrainer | ERPORLOOTrainer | ERPODPOTrainer) -> str:

@@ -6,6 +6,7 @@ never the package's internals, so that a test compares two independent computati
 
 import contextlib
 import copy
+import logging
 import zlib
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
     TrainerCallback,
 )
+from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -157,6 +159,17 @@ def lora_model(pretrained: bool, kind: str = "llama", seed: int = 0):
             if "lora_B" in name:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+@contextlib.contextmanager
+def captured_warnings(caplog):
+    """What the package warns of, in `caplog`; transformers' loggers keep to themselves."""
+    transformers_logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            yield
+    finally:
+        transformers_logging.disable_propagation()
 
 
 # --------------------------------------------------------------------------------------------------------- data, runs

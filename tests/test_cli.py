@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from helpers import write_recipe
+import torch
+from helpers import captured_warnings, write_recipe
 from transformers.utils import is_torch_bf16_gpu_available
 
 from erpo_trl import cli
+from erpo_trl.query.fields import computes_in_bf16
 from erpo_trl.query.standby import StandbyReference
 from erpo_trl.rewards import resolve_reward
 from erpo_trl.train import make_trainer, parse
@@ -208,3 +210,50 @@ def test_train_says_what_it_trains(recipe, capsys):
     assert cli.main(["train", "--config", str(recipe)]) == 0
     said = capsys.readouterr().out
     assert "parameters, weights in float32, computing in float32, on 1 x cpu (NO)" in said
+
+
+def test_fields_are_for_files_alone(recipe, tmp_path):
+    """`problem_field` names a column of the evaluation file; the embedded set beside it has its own."""
+    (tmp_path / "held.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    options = ["--eval_dataset", str(tmp_path / "held.jsonl"), "--problem_field", "question"]
+    trainer = make_trainer(*parse(["--config", str(recipe), *options]))
+    assert trainer.eval_dataset["prompt"][0][-1]["content"] == "1+1?" and len(trainer.train_dataset) == 8
+
+
+def test_rewards_without_answers_train_on_problems_alone(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"problem": "{i}+1?"}}\n' for i in range(8)))
+    options = ["--config", str(recipe), "--dataset", str(tmp_path / "p.jsonl")]
+    assert len(make_trainer(*parse([*options, "--reward_funcs", "mine.py:score"])).train_dataset) == 8
+    with pytest.raises(cli.InputError, match="no column 'answer'"):
+        make_trainer(*parse(options))
+
+
+def test_one_process_takes_one_of_several_gpus(recipe, caplog):
+    """TRL's trainers refuse several in a process: a command without a launcher takes the first, and says how to use all."""
+    parsed = parse(["--config", str(recipe)])
+    assert parsed[1].n_gpu <= 1  # looks for devices once
+    parsed[1]._n_gpu = 8
+    with captured_warnings(caplog):
+        make_trainer(*parsed)
+    assert parsed[1].n_gpu == 1
+    assert (
+        "one of the 8 GPUs that are visible. To train on all: accelerate launch -m erpo_trl.cli train" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_emulated_bfloat16_is_no_default(tmp_path, monkeypatch, itself):
+    """torch calls bfloat16 supported on a T4, which has to emulate it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or itself
+    )
+    assert computes_in_bf16() is itself
+
+
+@pytest.mark.parametrize("text, value", [("false", "none"), ("true", "group"), ("batch", "batch")])
+def test_scaling_of_rewards_as_a_switch(recipe, text, value):
+    _, args, _ = parse(["--config", str(recipe), "--scale_rewards", text])
+    assert args.scale_rewards == value

@@ -324,3 +324,14 @@ def test_resolve_dataset_says_what_is_wrong(hub, write):
     with pytest.raises(ValueError, match="someone/sums: neither 'problem' nor 'prompt' among the columns 'question'"):
         resolve_dataset("someone/sums")
     assert resolve_dataset("someone/sums", problem="question")[0]["prompt"] == user("1+1?")
+
+
+def test_a_reward_that_reads_no_answer_needs_no_column(write):
+    path = write("p.jsonl", [{"problem": "1+1?"}])
+    assert resolve_dataset(path, needs_answer=False).to_list() == [{"prompt": user("1+1?"), "answer": None}]
+    with pytest.raises(ValueError, match="no column 'answer'; found 'problem'.*--answer_field"):
+        resolve_dataset(path)
+    with pytest.raises(ValueError, match="no column 'gold'"):
+        resolve_dataset(path, answer="gold", needs_answer=False)
+    with pytest.raises(ValueError, match="no column 'qestion'; found 'problem'.*--problem_field"):
+        resolve_dataset(path, problem="qestion", needs_answer=False)

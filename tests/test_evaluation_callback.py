@@ -142,6 +142,7 @@ def test_vllm_rollouts_are_drawn_by_trls_own_engine(ranks, monkeypatch):
             vllm_generation=generation,
             model=tiny_model("qwen2"),
             processing_class=tokenizer,
+            args=SimpleNamespace(vllm_max_model_length=50),
             accelerator=SimpleNamespace(process_index=rank, num_processes=ranks),
         )
         last = rank == ranks - 1
@@ -151,7 +152,9 @@ def test_vllm_rollouts_are_drawn_by_trls_own_engine(ranks, monkeypatch):
             return gathered if last else [*found, *((r.row, r.sample, None) for r in requests)]
 
         monkeypatch.setattr("erpo_trl.evaluation.callback.gather_object", gather)
-        with Policy(trainer, 40, 1000).generating() as generate:
+        policy = Policy(trainer, 40, 1000)
+        assert policy.context == 50 < trainer.model.config.max_position_embeddings
+        with policy.generating() as generate:
             draws = generate(requests)
     assert generation.synced == ranks
     assert {k: v for k, v in vars(generation).items() if k not in ("synced", "calls")} == settings

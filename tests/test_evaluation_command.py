@@ -14,6 +14,7 @@ from erpo_trl.data import MATH_PROMPT_SUFFIX
 from erpo_trl.evaluation.benchmarks import BENCHMARKS
 from erpo_trl.evaluation.config import EvalConfig
 from erpo_trl.evaluation.model_source import resolve_model
+from erpo_trl.evaluation.run import load_benchmarks
 from erpo_trl.options import parse_options
 from erpo_trl.rewards import accuracy_reward
 
@@ -234,3 +235,29 @@ def test_help_names_the_commands_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "  eval " in done.stdout and "  compare " in done.stdout
+
+
+def test_columns_are_those_of_any_local_file(tmp_path, capsys):
+    """A file among the benchmarks, and one under a folder whose name has a "=", as in partitioned data."""
+    file = write_jsonl(tmp_path / "own.jsonl", [{"question": "1+1", "problem": "wrong", "answer": 2}])
+    folder = tmp_path / "split=test"
+    folder.mkdir()
+    other = write_jsonl(folder / "part.jsonl", [{"question": "2+2", "answer": 4}])
+    config = EvalConfig(
+        model="demo",
+        output=str(tmp_path / "out"),
+        benchmarks=["arithmetic", file],
+        file=[other],
+        problem_field="question",
+    )
+    sums, own, part = load_benchmarks(config, conversational=False)
+    assert own.dataset["prompt"][:] == ["1+1"] and part.dataset["prompt"][:] == ["2+2"]
+    assert (own.name, part.name) == ("own", "part") and len(sums.dataset) > 1
+
+
+def test_results_in_the_models_folder_do_not_rename_it(tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    before = resolve_model(str(tmp_path)).weights
+    (tmp_path / "metrics.json").write_text("{}")
+    assert resolve_model(str(tmp_path)).weights == before

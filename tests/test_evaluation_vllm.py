@@ -9,8 +9,9 @@ from helpers import byte_tokenizer, lora_model, tiny_model
 
 from erpo_trl import evaluate
 from erpo_trl.evaluation import vllm_backend
+from erpo_trl.evaluation.model_source import ModelSource
 from erpo_trl.evaluation.sampling import PASS_AT_1_DRAW, sample_seed
-from erpo_trl.evaluation.vllm_backend import _rank_slot
+from erpo_trl.evaluation.vllm_backend import VLLMBackend, _rank_slot
 
 
 class Engine:
@@ -113,6 +114,20 @@ def test_adapter_is_a_lora_request(vllm, tmp_path):
     assert engine.options["model"] == engine.options["tokenizer"] == base
     assert engine.options["enable_lora"] is True and engine.options["max_lora_rank"] == 8  # of rank 4
     assert engine.calls[0][2] == ("adapter", 1, str(adapter))
+
+
+def test_adapter_of_the_hub_is_fetched_with_its_weights(vllm, tmp_path, monkeypatch):
+    adapter = tmp_path / "fetched"
+    lora_model(pretrained=True).save_pretrained(adapter)
+    asked = []
+    monkeypatch.setattr(
+        "erpo_trl.evaluation.vllm_backend.snapshot_download",
+        lambda name, revision, allow_patterns: asked.append((name, revision, allow_patterns)) or str(adapter),
+    )
+    source = ModelSource("base", None, "someone/adapter", "v1", "base", "digest")
+    backend = VLLMBackend(source, 1, "auto", 64, 0.9, 0)
+    assert asked == [("someone/adapter", "v1", "adapter_*")]
+    assert backend.lora == ("adapter", 1, str(adapter)) and (adapter / "adapter_model.safetensors").is_file()
 
 
 def test_several_processes_are_refused(vllm, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,18 @@ MULTI_NODE = "recipes/launch/multi_node.slurm"
 RECIPE_32B = "recipes/qwen2.5-32b/erpo.yaml"
 
 RECORD = f"""#!{sys.executable}
-import glob, json, os, sys, time
+import glob, json, os, signal, sys, time
 name = os.path.basename(sys.argv[0])
 path = os.path.join(os.environ["CALLS"], f"{{name}}-{{os.getpid()}}.json")
 with open(path + ".part", "w") as file:
     json.dump(sys.argv[1:], file)
 os.replace(path + ".part", path)
+def save(*_):
+    time.sleep(1)
+    open(path + ".saved", "w").close()
+    sys.exit(143)
+if name == "accelerate":
+    signal.signal(signal.SIGTERM, save)
 if name == "trl":
     time.sleep(float(os.environ["SERVER_SECONDS"]))
 if name == "accelerate":
@@ -45,7 +52,9 @@ echo "$nodes" >> "$CALLS/nodes"
 status=0
 for ((rank = 0; rank < tasks; rank++)); do SLURM_PROCID=$rank "$@" & pids+=($!); done
 trap 'kill "${pids[@]}" 2>/dev/null' TERM
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done
+done
 exit $status
 """
 SCONTROL = '#!/bin/bash\nprintf "%s\\n" node1 node2 node3\n'
@@ -53,7 +62,9 @@ SCONTROL = '#!/bin/bash\nprintf "%s\\n" node1 node2 node3\n'
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(script, *arguments, **environment)`: the finished process, and the calls it made by command."""
+    """`run(script, *arguments, **environment)`: the finished process, and the calls it made by command. `terminate_after`: SIGTERM
+    to the script once it has made so many calls.
+    """
     commands, calls = tmp_path / "bin", tmp_path / "calls"
     commands.mkdir()
     calls.mkdir()
@@ -61,7 +72,7 @@ def run(tmp_path):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
-    def go(script, *arguments, **environment):
+    def go(script, *arguments, terminate_after=0, **environment):
         environment = {
             **os.environ,
             "PATH": f"{commands}:{os.environ['PATH']}",
@@ -72,14 +83,22 @@ def run(tmp_path):
             "SLURM_JOB_NODELIST": "node[1-3]",
             **environment,
         }
-        done = subprocess.run(
+        job = subprocess.Popen(
             ["bash", str(ROOT / script), *arguments],
             cwd=ROOT,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
         )
+        while terminate_after and len(list(calls.glob("*.json"))) < terminate_after:
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.05)
+        if terminate_after:
+            time.sleep(0.5)  # the last one may have told of itself only
+            job.terminate()  # as `--signal=B:TERM@900`: the script alone gets it
+        output, errors = job.communicate(timeout=60)
+        done = subprocess.CompletedProcess(job.args, job.returncode, output, errors)
         made = {name: [] for name in ("accelerate", "trl")}
         for path in sorted(calls.glob("*.json")):
             made[path.name.rpartition("-")[0]].append(json.loads(path.read_text()))
@@ -154,6 +173,27 @@ def test_multi_node_ends_when_the_server_does(run):
     done, _ = run(MULTI_NODE, RECIPE_32B, SERVER_SECONDS="0", TRAINING_SECONDS="60")
     assert done.returncode == 1
     assert "The vLLM server ended (status 0) while training was running." in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script, arguments, calls",
+    [
+        (MULTI_NODE, [RECIPE_32B], 3),
+        (
+            "recipes/launch/single_node.slurm",
+            ["recipes/qwen2.5-math-7b/erpo.yaml", "recipes/accelerate/zero2.yaml"],
+            1,
+        ),
+    ],
+)
+def test_terminated_jobs_wait_for_the_checkpoint(run, script, arguments, calls):
+    """The signal reaches every training process, and the job ends when they have saved, within the time that SLURM leaves."""
+    done, made = run(script, *arguments, terminate_after=calls, TRAINING_SECONDS="50")
+    assert done.returncode == 143, done.stderr
+    assert len(list(run.calls.glob("accelerate-*.saved"))) == len(made["accelerate"]) == max(1, calls - 1)
+    text = (ROOT / script).read_text()
+    notice = int(re.search(r"^#SBATCH --signal=B:TERM@(\d+)$", text, re.M)[1])
+    assert 600 < int(re.search(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text, re.M)[1]) < notice
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from helpers import (
     UNEQUAL,
     Recorder,
     byte_tokenizer,
+    captured_warnings,
     chat,
     checksum_reward,
     constant_reward,
@@ -20,6 +21,7 @@ from helpers import (
     fixed_completion,
     fixed_rollouts,
     logged,
+    lora_config,
     make_config,
     make_trainer,
     prompt_token_ids,
@@ -240,6 +242,57 @@ def test_several_evaluation_sets(tmp_path):
     assert len(entries) == 2
     assert entries[0]["eval_query/nll"] < entries[1]["eval_query/nll"]
     assert all(e["eval_query/kl"] > 0 for e in entries)
+
+
+def test_a_prediction_is_no_part_of_the_next_evaluation(tmp_path):
+    few, many = prompts_dataset(["1+1=", "2+2="]), prompts_dataset(["123*456=?", "what is 99*98?"])
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=4, trainer_kwargs={"eval_dataset": few})
+    before = trainer.evaluate()
+    trainer.predict(many)
+    after = trainer.evaluate()
+    assert after["eval_query/nll"] == before["eval_query/nll"]
+
+
+def test_an_evaluation_stream_beside_scored_data_is_refused(tmp_path):
+    """Before the first step, with what to do; with rows that are scored as they arrive it is taken."""
+    stream = prompts_dataset(["1+1=", "2+2="]).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, trainer_kwargs={"eval_dataset": {"held": stream}})
+    with pytest.raises(ValueError, match="evaluation data is a stream .* or set reference_sample_size"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    with pytest.raises(ValueError, match="evaluation data is a stream"):
+        make_trainer(tmp_path).evaluate(stream)
+
+
+@pytest.mark.parametrize("length, said", [(8, True), (100, False)])
+def test_rotary_positions_that_batches_change_are_said(tmp_path, caplog, length, said):
+    """Prompts of at most 10 tokens with completions of 6, against a length up to which `longrope` is one set of frequencies."""
+    model = tiny_model("llama")
+    half = model.config.hidden_size // model.config.num_attention_heads // 2
+    model.config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * half, "long_factor": [2.0] * half,
+        "original_max_position_embeddings": length,
+    }  # fmt: skip
+    with captured_warnings(caplog):
+        make_trainer(tmp_path, model=model, max_prompt_length=10)
+    assert (f"rotary positions (longrope) change in a batch of more than {length} tokens" in caplog.text) is said
+
+
+def test_noise_on_embeddings_is_said(tmp_path, caplog):
+    with captured_warnings(caplog):
+        make_trainer(tmp_path, neftune_noise_alpha=5.0)
+    assert "neftune_noise_alpha=5 puts noise on the embeddings" in caplog.text
+
+
+def test_an_adapter_of_transformers_own_is_refused(tmp_path, monkeypatch):
+    """Its weights stand in the model under no wrapper that could turn them off."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18.0")
+    model = tiny_model("llama")
+    model.add_adapter(lora_config())
+    with pytest.raises(ValueError, match="adapter of transformers' own .* give peft_config to the trainer"):
+        make_trainer(tmp_path, model=model)
+    with pytest.raises(ValueError, match="adapter of transformers' own"):
+        DatasetMapper(model, byte_tokenizer(), make_config(tmp_path))
 
 
 # -------------------------------------------------------------------------------------------------------------------- masks

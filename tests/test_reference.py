@@ -8,6 +8,8 @@ import logging
 import math
 import shutil
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
@@ -42,6 +44,7 @@ from peft import PromptTuningConfig
 from transformers.utils import logging as transformers_logging
 
 from erpo_trl import DatasetMapper
+from erpo_trl.query.table import ReferenceTable
 from erpo_trl.query.weights import of_means
 
 COLUMNS = ["ref_query_logps", "query_span", "ref_query_nll", "query_weight", "query_fingerprint"]
@@ -915,3 +918,13 @@ def test_unwritable_cache_is_named(tmp_path):
     trainer = make_trainer(tmp_path, reference_cache_dir=str(blocked / "reference"))
     with pytest.raises(OSError, match="set reference_cache_dir"):
         trainer.prepare_reference()
+
+
+def test_log_probs_stay_on_disk(tmp_path):
+    """What a table holds in memory is its index; the log-probs are mapped from the files."""
+    logps = [np.full(1000, -1.0, dtype=np.float32) for _ in range(500)]
+    ReferenceTable(tmp_path).add(range(500), logps)
+    before = pa.total_allocated_bytes()
+    table = ReferenceTable(tmp_path)
+    assert pa.total_allocated_bytes() - before < 100_000 < sum(row.nbytes for row in logps)
+    assert table.take([499])[0].as_py() == [-1.0] * 1000

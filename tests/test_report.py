@@ -197,6 +197,14 @@ def test_regions_that_the_runs_trained_with(tmp_path):
     # DRPO: 1 - |π - μ| / δ for A > 0 and π > μ; at π = 100.5/101, μ = 50.5/101
     assert region["weights"][0][100][50] == pytest.approx(1 - (50 / 101) / 0.5, abs=1e-5)
     assert "that of topk, dppo_topk_tv, depends on tokens" in (tmp_path / "out" / "report.md").read_text()
+    pairs = write_run(tmp_path / "dpo", line_log())
+    state = json.loads((pairs / "erpo_state.json").read_text())
+    state["args"] = {
+        name: value for name, value in state["args"].items() if "trust" not in name and "epsilon" not in name
+    }
+    (pairs / "erpo_state.json").write_text(json.dumps(state))
+    assert make_report([pairs], tmp_path / "out")["plots"]["trust_region"] is None
+    assert "dpo has none, as its trainer samples nothing" in (tmp_path / "out" / "report.md").read_text()
     grid = ratio_clip_grid(1.0, 0.1, 0.3, points=10)
     assert grid[5, 4] == 1 and grid[6, 4] == 0 and grid[0, 9] == 1  # 5.5/4.5 = 1.22, 6.5/4.5 = 1.44
     grid = ratio_clip_grid(-1.0, 0.1, 0.3, points=10)
@@ -374,3 +382,12 @@ def test_refusals(tmp_path, capsys):
         assert cli.main(["report", "--output", str(tmp_path / "out"), *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
     assert (mine / "notes.txt").read_text() == "keep me" and not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_has_the_queries_up_to_its_step(tmp_path):
+    """They lie in the run's folder, beside it."""
+    steps = {step: queries([2.0, 3.0], [1.0, 1.5]) for step in (10, 20)}
+    write_run(tmp_path / "run", line_log((10, 20)), queries=steps)
+    write_run(tmp_path / "run", line_log((10,)), checkpoint=10)
+    run = load_run(tmp_path / "run" / "checkpoint-10")
+    assert run.queries["step"].tolist() == [10, 10] and not any("query_log_steps" in note for note in run.notes)

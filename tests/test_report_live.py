@@ -179,7 +179,8 @@ def test_a_resumed_run_keeps_what_was_written_before(tmp_path):
     trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
     folder = Path(trainer.args.output_dir)
     assert {path.name for path in (folder / "queries").iterdir()} == {
-        "queries_00001-00003.parquet",
+        "queries_00001-00002.parquet",  # with the checkpoint
+        "queries_00003-00003.parquet",
         "queries_00003-00004.parquet",
     }
     kept = read_queries(folder)

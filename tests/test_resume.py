@@ -3,15 +3,17 @@
 Completions are a fixed function of the prompt, so what is compared does not depend on how generation's RNG is restored.
 """
 
-import contextlib
 import copy
+import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import (
     Recorder,
+    captured_warnings,
     count_forwards,
     fixed_rollouts,
     logged,
@@ -24,7 +26,6 @@ from helpers import (
     tiny_model,
 )
 from transformers import TrainerCallback
-from transformers.utils import logging as transformers_logging
 
 TEN = [f"question {i * i}: {i}+{7 * i}=?" for i in range(10)]
 SETTINGS = {
@@ -58,16 +59,6 @@ def prompts_per_step(recorder):
     return [
         sorted({tuple(row["prompt"]) for batch in step.batches for row in rows_of(batch)}) for step in recorder.done
     ]
-
-
-@contextlib.contextmanager
-def captured_warnings(caplog):
-    transformers_logging.enable_propagation()
-    try:
-        with caplog.at_level(logging.WARNING):
-            yield
-    finally:
-        transformers_logging.disable_propagation()
 
 
 @pytest.fixture
@@ -335,6 +326,13 @@ def test_resume_with_lora(tmp_path, raw_advantages, pretrained):
         ({"temperature": 0.5}, "scored with temperature=1.0, this run has 0.5"),
         ({"seed": 4}, "trained with: seed"),
         ({"shuffle_dataset": False}, "trained with: shuffle_dataset"),
+        # The passes over the data that the checkpoint has behind it would be cut elsewhere
+        ({"per_device_train_batch_size": 8, "save_steps": 5}, "trained with: prompts_per_generation"),
+        ({"num_generations": 4}, "trained with: prompts_per_generation"),
+        (
+            {"steps_per_generation": 2, "per_device_train_batch_size": 2, "save_steps": 4},
+            "with: steps_per_generation_batch",
+        ),
     ],
 )
 def test_settings_that_must_not_change(tmp_path, interrupted, fields, message):
@@ -368,6 +366,7 @@ def test_newest_whole_checkpoint_is_taken(tmp_path, interrupted):
     """A checkpoint cut off by a kill must not stand in the way of the one before it."""
     cut = tmp_path / "run" / "checkpoint-9"
     cut.mkdir()
+    (tmp_path / "run" / "checkpoint-best").mkdir()  # somebody's own name is none of a step
     (cut / "erpo_state.json").write_text("{}")
     resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=True)
@@ -379,3 +378,11 @@ def test_missing_checkpoint_is_named(tmp_path, name):
     """`resume_from_checkpoint` with nothing to resume from."""
     with pytest.raises(ValueError, match="There is no checkpoint"):
         build(tmp_path).train(resume_from_checkpoint=name)
+
+
+def test_settings_that_are_no_json_are_kept_as_text(tmp_path):
+    """As a dtype in `model_init_kwargs`: a run must not end at its first checkpoint for it."""
+    trainer = build(tmp_path, model_init_kwargs={"torch_dtype": torch.bfloat16}, max_steps=2, save_steps=1)
+    trainer.train()
+    state = json.loads((Path(checkpoint(tmp_path, 2)) / "erpo_state.json").read_text())
+    assert state["args"]["model_init_kwargs"] == {"torch_dtype": "torch.bfloat16"}

@@ -96,9 +96,13 @@ def test_a_sampler_that_starts_later_goes_on_alike():
     assert [list(whole), list(whole)] == [list(late), list(late)]
 
 
-def run(tmp_path, resume=None, **fields):
+def build(tmp_path, **fields):
     settings = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": 8} | fields
-    trainer = make_trainer(tmp_path, model=tiny_model("llama"), dataset=prompts_dataset(ROWS), **settings)
+    return make_trainer(tmp_path, model=tiny_model("llama"), dataset=prompts_dataset(ROWS), **settings)
+
+
+def run(tmp_path, resume=None, **fields):
+    trainer = build(tmp_path, **fields)
     recorder = Recorder().attach(trainer)
     trainer.train(resume_from_checkpoint=resume)
     tokenizer = byte_tokenizer()
@@ -227,3 +231,14 @@ def test_off_by_default(tmp_path):
 def test_steps_without_a_power_are_refused(tmp_path):
     with pytest.raises(ValueError, match="query_sampling_steps does nothing without query_sampling_power"):
         make_config(tmp_path, query_sampling_steps=5)
+
+
+def test_the_filter_drops_once(tmp_path, monkeypatch):
+    """What fails after it, as the mapping of the evaluation data, is tried again by a second call."""
+    trainer = build(tmp_path, query_drop_quantile=0.34)
+    trainer.eval_dataset = {"broken": None}
+    monkeypatch.setattr(trainer, "_map_evaluation", lambda dataset: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trainer.prepare_reference()
+        assert len(trainer.train_dataset) == 4

@@ -730,3 +730,26 @@ def test_rollout_without_log_probs_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rollout_func returned logprobs=None"):
         trainer.train()
     make_trainer(tmp_path, rollout=rollout, **settings("drpo", num_iterations=2, max_steps=2)).train()
+
+
+def test_a_step_that_was_broken_off_leaves_nothing_behind(tmp_path):
+    """Interrupted after its first micro-batch of two, and trained again: each later step is made of its own two."""
+    fields = settings("drpo", gradient_accumulation_steps=2, per_device_train_batch_size=4, max_steps=4)
+    trainer = make_trainer(tmp_path, model=tiny_model("qwen2"), dataset=prompts_dataset(UNEQUAL), **fields)
+    compute_loss, calls = trainer.compute_loss, []
+
+    def broken(*args, **kwargs):
+        calls.append(len(calls))
+        loss = compute_loss(*args, **kwargs)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return loss
+
+    trainer.compute_loss = broken
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    metrics, counts = trainer._region_metrics["train"], []
+    end_step = metrics.end_step
+    metrics.end_step = lambda accelerator: (counts.append(metrics.micro_batches), end_step(accelerator))[1]
+    trainer.train()
+    assert counts == [2] * 4 and metrics.micro_batches == 0

@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from ..config import ERPOConfig
+from ..train import take_one_gpu
 from ..trainer import ERPOTrainer
 from .measure import Comparison, counted_flops, interleaved, peak_bytes
 from .release import ReleaseSchemeTrainer
@@ -145,10 +146,12 @@ def make_trainer(side: str, work: Workload, shape: StepShape, folder: Path, **fi
         "max_steps": 1_000_000,
         "seed": work.seed,
     }
+    args = config_class(**settings | more | fields)
+    take_one_gpu(args)
     trainer = trainer_class(
         model=work.model(),
         reward_funcs=reward,
-        args=config_class(**settings | more | fields),
+        args=args,
         train_dataset=work.dataset(8 * shape.queries, shape.prompt),
         processing_class=work.tokenizer,
         rollout_func=rollout,

@@ -105,8 +105,12 @@ def load_benchmark(
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}; expected at least 1")
     written = name
-    name, _, path = written.partition("=")
-    name, _, revision = name.partition("@")
+    if Path(written).is_file() and Path(written).suffix.lower() in READERS:
+        # Whatever its folders are called: "split=test" is a common name
+        path, name, revision = written, Path(written).stem, ""
+    else:
+        name, _, path = written.partition("=")
+        name, _, revision = name.partition("@")
     if name not in known_benchmarks() and not path:
         if Path(written).suffix.lower() not in READERS:
             raise ValueError(

@@ -152,7 +152,9 @@ class Policy:
         self.trainer, self.max_new_tokens, self.batch_tokens = trainer, max_new_tokens, batch_tokens
         self.tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         config = trainer.model.config.get_text_config()
-        self.context = getattr(config, "max_position_embeddings", None)
+        limits = [getattr(config, "max_position_embeddings", None)]
+        limits += [trainer.args.vllm_max_model_length] if trainer.use_vllm else []
+        self.context = min((limit for limit in limits if limit is not None), default=None)
 
     def tokenize(self, prompts: list) -> list[tuple[int, ...]]:
         """The ids that training would generate from."""

@@ -81,7 +81,7 @@ class EvalConfig:
         tensor_parallel_size (`int`, *optional*, defaults to `1`):
             GPUs that share the model under vLLM: the paper's TP1 and TP2.
         dtype (`str`, *optional*, defaults to `"auto"`):
-            Of the weights: `"auto"` (as stored), `"float32"`, `"bfloat16"`, `"float16"`.
+            Of the weights: `"auto"` (as stored; vLLM takes 16 bits for what is stored in 32), `"float32"`, `"bfloat16"`, `"float16"`.
         batch_tokens (`int`, *optional*, defaults to `65536`):
             Token budget of one batch under transformers, padding and room for the completions included.
         gpu_memory_utilization (`float`, *optional*, defaults to `0.9`):

@@ -18,6 +18,7 @@ _NEUTRAL = {
     "trainer_state.json",
     "erpo_state.json",
     "README.md",
+    "metrics.json",
     "all_results.json",
     "train_results.json",
 }

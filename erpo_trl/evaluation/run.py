@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from .._version import __version__
 from ..cli import InputError
 from .backends import Request, TransformersBackend
-from .benchmarks import Benchmark, load_benchmark
+from .benchmarks import Benchmark, known_benchmarks, load_benchmark
 from .config import EvalConfig
 from .model_source import load_tokenizer, resolve_model
 from .protocol import complete_table, drawn_table, make_requests, score_table, tokenize_prompts
@@ -74,15 +74,17 @@ def _unlimited() -> dict:
 def load_benchmarks(config: EvalConfig, conversational: bool) -> list[Benchmark]:
     """The benchmarks and files that a configuration names."""
     benchmarks = []
+    for path in config.file:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"file: no such file {path!r} (looked for {Path(path).resolve()})")
     for name in [*config.benchmarks, *config.file]:
-        is_file = name in config.file
-        if is_file and not Path(name).is_file():
-            raise FileNotFoundError(f"file: no such file {name!r} (looked for {Path(name).resolve()})")
+        # The columns of a registered benchmark are known
+        local = name in config.file or name.partition("@")[0] not in known_benchmarks()
         benchmarks.append(
             load_benchmark(
                 name,
-                problem=config.problem_field if is_file or "=" in name else None,
-                answer=config.answer_field if is_file or "=" in name else None,
+                problem=config.problem_field if local else None,
+                answer=config.answer_field if local else None,
                 suffix=config.prompt_suffix,
                 system_prompt=config.system_prompt,
                 conversational=conversational,
@@ -199,12 +201,20 @@ def _announce(asked: int, todo: list[_Task], replaced: int) -> None:
 def _finish(task: _Task, folder: ResultFolder, config: EvalConfig, start: float) -> None:
     """Scores a drawn pair and keeps it."""
     name, temperature, golds = task.benchmark.name, task.pair.temperature, task.benchmark.dataset["answer"][:]
+    await_files(task.parts)
     drawn = complete_table(folder.read_parts(task.parts), name, len(golds), temperature, config.samples)
     scored = score_table(drawn, golds, config.scoring_workers or default_workers(), config.scoring_time_limit)
     folder.write_pair(task.pair, scored)
     right = sum(verdict == 1 for verdict in scored["verdict"].to_pylist())
     seconds = time.perf_counter() - start
     print(f"  {name}  T={temperature:g}  {right}/{len(scored)} samples right  {seconds:.0f} s", flush=True)
+
+
+def await_files(paths: Sequence[Path], patience: float = 90.0) -> None:
+    """Until all are there, for so many seconds: a network disk shows what another machine wrote after a while."""
+    deadline = time.monotonic() + patience
+    while not all(path.is_file() for path in paths) and time.monotonic() < deadline:
+        time.sleep(1.0)
 
 
 def _write_report(folder, config: EvalConfig, model: dict, benchmarks: Sequence[Benchmark], processes: int) -> dict:

@@ -39,10 +39,12 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     Returns: (B,) token ids, distributed as softmax(logits / temperature); never one of probability 0.
     """
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    # In float64: a cumulative sum over a vocabulary of 10^5 would lose the rare tokens' share in float32
+    # In float64: a cumulative sum over a vocabulary of 10^5 would lose the rare tokens' share in float32. MPS has no float64
+    probabilities = probabilities.cpu() if logits.device.type == "mps" else probabilities
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform.to(cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    return tokens.to(logits.device)
 
 
 class SeededSampling(LogitsProcessor):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.utils import cached_file
+from huggingface_hub import snapshot_download
 
 from .backends import Draw, Request
 from .model_source import ModelSource
@@ -50,11 +50,16 @@ class VLLMBackend:
             options["enable_chunked_prefill"] = False
         self.lora = None
         if source.adapter is not None:
-            config = cached_file(source.adapter, "adapter_config.json", revision=source.adapter_revision)
-            adapter = json.loads(Path(config).read_text())
+            # vLLM wants a folder with the weights in it
+            folder = Path(source.adapter)
+            if not folder.is_dir():
+                folder = Path(
+                    snapshot_download(source.adapter, revision=source.adapter_revision, allow_patterns="adapter_*")
+                )
+            adapter = json.loads((folder / "adapter_config.json").read_text())
             rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
             options |= {"enable_lora": True, "max_lora_rank": _rank_slot(rank)}
-            self.lora = LoRARequest("adapter", 1, str(Path(config).parent))
+            self.lora = LoRARequest("adapter", 1, str(folder))
         self.sampling_params = SamplingParams
         self.llm = LLM(
             model=source.name,

@@ -6,9 +6,7 @@ import math
 from torch import nn
 
 from ..query.fingerprint import base_model
-
-# Positions that grow with the longest row of a batch, which packing changes
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+from ..query.likelihood import ropes_by_length
 
 
 def why_not_shared(model: nn.Module) -> str | None:
@@ -40,9 +38,7 @@ def why_not_shared(model: nn.Module) -> str | None:
         return f"{name} has layers of type {', '.join(sorted(others))}"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"prompts are shared with attention 'sdpa' or 'eager', and this is {config._attn_implementation!r}"
-    ropes = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in ropes.values() if isinstance(value, dict)]
-    kinds = {rope.get("rope_type") for rope in (nested or [ropes])} & set(_BATCH_DEPENDENT_ROPE)
+    kinds = ropes_by_length(config)
     if kinds:
         return f"the rotary positions of {name} ({', '.join(kinds)}) depend on the longest row of a batch"
     return None

@@ -52,9 +52,14 @@ class RegionMetrics:
     """Collects micro-batches into steps (one gather a step) and steps into what is logged."""
 
     def __init__(self):
-        self._sums: list[Tensor] = []  # per micro-batch (6 + BINS,)
-        self._extremes: list[Tensor] = []  # per micro-batch (4,)
+        self._sums: list[Tensor]  # per micro-batch (6 + BINS,)
+        self._extremes: list[Tensor]  # per micro-batch (4,)
+        self.begin_step()
         self._steps: list[StepMoves] = []
+
+    def begin_step(self) -> None:
+        """Forget micro-batches whose step never ended."""
+        self._sums, self._extremes = [], []
 
     def add(self, move: Move, advantage: Tensor, pushed: Tensor, outside: Tensor, mask: Tensor) -> None:
         """Take in one micro-batch of (B, C) tokens; `pushed` is the region's w·A, `outside` True past its boundary."""
@@ -76,7 +81,7 @@ class RegionMetrics:
     def end_step(self, accelerator) -> StepMoves:
         """Bring the ranks' micro-batches since the last call together. Every rank must call it."""
         local = torch.cat([torch.stack(self._sums).sum(0), torch.stack(self._extremes).amax(0)])
-        self._sums, self._extremes = [], []
+        self.begin_step()
         ranks = accelerator.gather(local.unsqueeze(0)).cpu().double()
         sums, extremes = ranks[:, :-4].sum(0), ranks[:, -4:].amax(0).tolist()
         step = StepMoves(*sums[:6].tolist(), *extremes[:3], -extremes[3], sums[6:].numpy())

@@ -215,6 +215,11 @@ class TrustRegionMixin:
 
     # ---- the loss
 
+    def get_batch_samples(self, *args, **kwargs):
+        # A step that was broken off, by an interrupt or for lack of memory, has left micro-batches behind
+        self._region_metrics["train"].begin_step()
+        return super().get_batch_samples(*args, **kwargs)
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.args.trust_region == "ratio_clip":
             return super().compute_loss(model, inputs, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -35,11 +36,16 @@ def read_state(checkpoint: str) -> dict:
         return json.load(file)
 
 
+def checkpoint_step(folder: Path) -> int | None:
+    """The step of a folder called checkpoint-STEP; None for any other, as checkpoint-best."""
+    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
 def last_whole_checkpoint(output_dir: str) -> str:
     """The newest checkpoint in `output_dir` that was written to its end, as far as its state files tell."""
-    folders = sorted(
-        Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda x: int(x.name.rpartition("-")[2]), reverse=True
-    )
+    found = {path: checkpoint_step(path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    folders = sorted((path for path, step in found.items() if step is not None), key=found.get, reverse=True)
     for folder in folders:
         if all((folder / name).is_file() for name in (STATE_FILE, "trainer_state.json")):
             return str(folder)

@@ -4,7 +4,8 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
-from .fingerprint import is_peft_model
+from .fingerprint import base_model, is_peft_model
+from .likelihood import ropes_by_length
 
 logger = logging.get_logger(__name__)
 
@@ -51,18 +52,45 @@ def refuse_images(dataset) -> None:
         raise ValueError("The data set's prompts hold image parts, which are not supported: use TRL's own trainer.")
 
 
-def check_model(model: torch.nn.Module, dropout_is_disabled: bool) -> None:
-    """Raise for adapters under which a prompt's likelihood depends on its padding; warn of dropout."""
+def check_model(model: torch.nn.Module, args) -> None:
+    """Raise for adapters without a reference, or under which a prompt's likelihood depends on its padding; warn of noise in it.
+
+    Args: args: the trainer's config.
+    """
+    refuse_native_adapter(model)
     if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ValueError(
             "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand at "
             "a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
         )
-    rate = 0.0 if dropout_is_disabled else dropout_rate(model)
+    rate = 0.0 if args.disable_dropout else dropout_rate(model)
     if rate:
         logger.warning(
             f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
             "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
+        )
+    if args.neftune_noise_alpha:
+        logger.warning(
+            f"neftune_noise_alpha={args.neftune_noise_alpha:g} puts noise on the embeddings while training, so query log-probs are "
+            "noisy and query/kl is not 0 at the first step. Unset it to measure and hold drift alone."
+        )
+    lengths = [getattr(args, name, None) for name in ("max_prompt_length", "max_completion_length")]
+    for kind, length in ropes_by_length(base_model(model).config).items():
+        if None in lengths or sum(lengths) > length:
+            logger.warning(
+                f"The model's rotary positions ({kind}) change in a batch of more than {length} tokens: a prompt is then read with "
+                "others in training, together with its completion, than it was scored with, and query/kl holds the difference. Keep "
+                f"max_prompt_length + max_completion_length within {length} to measure and hold drift alone."
+            )
+
+
+def refuse_native_adapter(model: torch.nn.Module) -> None:
+    """Raise for an adapter in transformers' own hands, which cannot be told from the base model's weights, nor be turned off."""
+    if getattr(base_model(model), "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "The model carries an adapter of transformers' own (`add_adapter`, `load_adapter`, or `from_pretrained` on an "
+            "adapter's folder), which cannot be told from the reference. Load the base model and give peft_config to the trainer, "
+            "or put the adapter on with `peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)`."
         )
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from ..presets import PRESETS
@@ -16,6 +17,13 @@ from .weights import weight_scheme
 from .window import generation_window
 
 logger = logging.get_logger(__name__)
+
+
+def computes_in_bf16() -> bool:
+    """Whether there is a device that computes in bfloat16 itself: torch counts GPUs before Ampere (T4, V100) in, which emulate it."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return is_torch_bf16_gpu_available()
 
 
 @dataclass
@@ -201,8 +209,8 @@ class QueryFields:
     )
 
     def __post_init__(self):
-        if self.bf16 is None and not self.fp16 and not self.use_cpu and not is_torch_bf16_gpu_available():
-            # TRL's default would be refused on such a device
+        if self.bf16 is None and not self.fp16 and not self.use_cpu and not computes_in_bf16():
+            # TRL's default would be refused on a CPU, and be emulated on a GPU before Ampere
             logger.info("No device with bfloat16 found: training in float32. Set bf16 or fp16 to choose.")
             self.bf16 = False
         require_one_of("preset", self.preset, PRESETS)

@@ -139,6 +139,18 @@ def has_absolute_positions(model: nn.Module) -> bool:
     return accepts and any(len(shape) == 2 and shape[0] in sizes for shape in shapes)
 
 
+def ropes_by_length(config) -> dict[str, int]:
+    """Types of rotary positions whose frequencies depend on the longest row of a batch -> the length up to which they do not."""
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in ropes.values() if isinstance(value, dict)]
+    return {
+        rope["rope_type"]: rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in (nested or [ropes])
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    }
+
+
 def pass_position_ids(model: nn.Module) -> None:
     """Make fused-head forwards of `model` count positions from the first real token.
 

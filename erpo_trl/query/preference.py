@@ -101,7 +101,9 @@ class PreferenceMixin(QueryRegularizerMixin):
         return f"the data has {len(self.train_dataset)} pairs"
 
     def _order_settings(self) -> dict:
-        return {name: getattr(self.args, name) for name in ("seed", "data_seed")}
+        args = self.args
+        pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return {"seed": args.seed, "data_seed": args.data_seed, "pairs_per_step": pairs}
 
     def _data_fingerprint(self) -> str:
         digest = xxhash.xxh3_64()

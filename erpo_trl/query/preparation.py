@@ -37,7 +37,7 @@ class PreparedReferenceMixin(ResumeMixin):
         trl = next(signature for signature in signatures if "train_dataset" in signature.parameters)
         self._refuse_unsupported(trl.bind_partial(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
-        check_model(self.model, self.args.disable_dropout)
+        check_model(self.model, self.args)
         self._count_positions()
         self.data_collator = self._collator()
 
@@ -77,6 +77,7 @@ class PreparedReferenceMixin(ResumeMixin):
         self._standby: StandbyReference | None = None
         self._policy_kl: PolicyKLMonitor | None = None
         self._reference_ready = False
+        self._atypical_dropped = False
         self.scoring_reports: list[
             tuple[str, ScoringReport]
         ] = []  # of the mappings so far: training or evaluation, report
@@ -135,7 +136,8 @@ class PreparedReferenceMixin(ResumeMixin):
             logger.info(f"Reference {reference.fingerprint} in {self.dataset_mapper.cache_dir}")
             if isinstance(self.train_dataset, Dataset) and self.args.reference_sample_size is None:
                 self.train_dataset = self.dataset_mapper(self.train_dataset)
-                if getattr(self.args, "query_drop_quantile", 0):
+                # What came after may have failed, so that this is a second call: the share is dropped once
+                if getattr(self.args, "query_drop_quantile", 0) and not self._atypical_dropped:
                     self._drop_atypical()
                 report = self.dataset_mapper.report
                 if self._others is not None:
@@ -163,7 +165,7 @@ class PreparedReferenceMixin(ResumeMixin):
         report, rows = self.dataset_mapper.report, len(self.train_dataset)
         rule, share = WeightRule.of(self.args), self.args.query_drop_quantile
         kept = typical_rows(report.queries, report.population, rule, share).tolist()
-        self.train_dataset = self.dataset_mapper(self.train_dataset.select(kept))
+        self.train_dataset, self._atypical_dropped = self.dataset_mapper(self.train_dataset.select(kept)), True
         self.dataset_mapper.report.dropped, self.dataset_mapper.report.atypical = report.dropped, rows - len(kept)
         logger.info(f"query_drop_quantile={share:g}: {rows - len(kept)} of {rows} rows left out, the least typical.")
 
@@ -240,6 +242,12 @@ class PreparedReferenceMixin(ResumeMixin):
         """The data set with its columns, which rows that are scored on arrival go without; it comes back at every evaluation."""
         if self._arrival is not None and isinstance(dataset, IterableDataset):
             return self._without_long_prompts(dataset)
+        if isinstance(dataset, IterableDataset) and not _carries_columns(dataset):
+            raise ValueError(
+                "The evaluation data is a stream without reference columns, and the training data is scored before training, after "
+                "which no reference is at hand: give a map-style evaluation set, or set reference_sample_size, with which rows are "
+                "scored as they arrive."
+            )
         if not isinstance(dataset, Dataset) or not len(dataset) or dataset._fingerprint in self._mapped_evaluation:
             return dataset
         if self._arrival is not None:
@@ -291,7 +299,7 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def get_eval_dataloader(self, eval_dataset=None):
         self.prepare_reference()
-        if isinstance(eval_dataset, Dataset):
+        if isinstance(eval_dataset, (Dataset, IterableDataset)):
             refuse_images(eval_dataset)
             eval_dataset = self._map_evaluation(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)

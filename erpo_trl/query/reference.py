@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl.data_utils import is_conversational
 
+from .checks import refuse_native_adapter
 from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
 from .fingerprint import (
     adapter_is_inert,
@@ -157,6 +158,7 @@ class DatasetMapper:
         prepare: Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]] = contextlib.nullcontext,
         reference: Reference | None = None,
     ):
+        refuse_native_adapter(model)
         self.model = model
         self.processing_class = processing_class
         self.config = config

@@ -79,6 +79,13 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         if self.adaptive_alpha is not None and "query_alpha" in state:
             self.adaptive_alpha.restore(state)
 
+    def predict(self, *args, **kwargs):
+        # transformers logs nothing of a prediction: what it gathered would count in the next evaluation
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._query_metrics["eval"].summarize()
+
     # ---- rows
 
     def _generate_and_score_completions(self, inputs):

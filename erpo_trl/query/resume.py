@@ -99,8 +99,8 @@ class ResumeMixin:
         # Before the checkpoint's weights are loaded: the model still is what the user handed over
         self.prepare_reference()
         if state is not None:
-            self._check_same_data(state)
             self._refuse_cut_generation(resume_from_checkpoint, progress)
+            self._check_same_data(state)
             self.restore_extra_state(state)
         return resume_from_checkpoint
 
@@ -204,7 +204,12 @@ class ResumeMixin:
         names = ["seed", "shuffle_dataset", "query_sampling_power", "query_sampling_steps"]
         if getattr(self.args, "query_sampling_power", 0):  # rows are drawn by their weights
             names += ["query_weight", "query_weight_clip", "query_weight_floor", "query_weight_beta"]
-        return {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
+        found = {name: getattr(self.args, name) for name in names if hasattr(self.args, name)}
+        args = self.args
+        return found | {
+            "prompts_per_generation": args.generation_batch_size // args.num_generations,
+            "steps_per_generation_batch": args.generate_every / args.gradient_accumulation_steps,
+        }
 
     def erpo_state(self) -> dict:
         """What `erpo_state.json` holds: the reference, what it was scored with, and the run's settings."""
@@ -219,7 +224,7 @@ class ResumeMixin:
             **self._order_settings(),
             "reference_cache_dir": os.path.abspath(self.dataset_mapper.cache_dir),
             # For reports: all that the run was set to; tokens are masked by transformers
-            "args": json.loads(self.args.to_json_string()),
+            "args": json.loads(json.dumps(self.args.to_dict(), default=str)),
             **self.extra_state(),
         }
 

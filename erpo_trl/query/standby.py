@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from .fingerprint import base_model
+from .fingerprint import base_model, is_peft_model
 from .reference import DatasetMapper
 from .scoring import reference_policy
 from .sharding import is_sharded
@@ -32,7 +32,7 @@ class StandbyReference:
         self.mapper = mapper
         self.mapper.pin()
         self._frozen: nn.Module | None = None
-        if hasattr(mapper.model, "peft_config") and not mapper.reference.adapter:
+        if is_peft_model(mapper.model) and not mapper.reference.adapter:
             return  # the base model stays as it is; the adapter is turned off
         why = (
             "its adapter is part of the reference and is trained"

@@ -50,7 +50,9 @@ class ReferenceTable:
                 continue
             keys.append(part["query_key"].to_numpy())
             places.append(np.stack([np.full(len(part), len(self._parts)), np.arange(len(part))], axis=1))
-            self._parts.append(part["ref_query_logps"].combine_chunks())
+            # A part is one chunk, as `add` writes it; combining would copy it out of the mapped file
+            column = part["ref_query_logps"]
+            self._parts.append(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
         self._keys, first = np.unique(np.concatenate(keys), return_index=True)
         self._places = np.concatenate(places)[first]
 

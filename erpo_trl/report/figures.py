@@ -275,6 +275,8 @@ def ratio_clip_grid(advantage: float, low: float, high: float, points: int = 101
 def region_of(args: Mapping) -> tuple[str, list[np.ndarray]] | None:
     """Title and gradient weights of a run's trust region; None where it has no picture. Args: args: the run's settings."""
     name = args.get("trust_region", "ratio_clip")  # RLOO has only the clip
+    if name == "ratio_clip" and "epsilon" not in args:
+        return None  # DPO samples nothing
     if name == "ratio_clip":
         low, high = args["epsilon"], args["epsilon_high"] if args.get("epsilon_high") is not None else args["epsilon"]
         title = f"ratio_clip, ε={low:g}" + (f"/{high:g}" if high != low else "")
@@ -303,9 +305,11 @@ def region_plot(groups: Groups) -> Plot:
             continue
         found = region_of(runs[0].args)
         if found is None:
+            name = runs[0].args.get("trust_region")
             missing.append(
-                f"Trust region: that of {label}, {runs[0].args['trust_region']}, depends on tokens beside the sampled one and has "
-                "no such picture."
+                f"Trust region: {label} has none, as its trainer samples nothing."
+                if name is None
+                else f"Trust region: that of {label}, {name}, depends on tokens beside the sampled one and has no such picture."
             )
             continue
         title, grids = found

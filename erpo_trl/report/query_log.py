@@ -37,7 +37,8 @@ class QueryLog(TrainerCallback):
 
     Args:
         trainer: an ERPO trainer; its `latest_queries` are kept.
-        every: optimizer steps between two files, and between what is sent to the trackers. What is left is written at the end.
+        every: optimizer steps between two files, and between what is sent to the trackers. What is left is written with each
+            checkpoint and at the end.
 
     Files: `output_dir/queries/queries_FIRST-LAST.parquet`, by the steps they hold. A row is a query at a step: `step` and the
     fields of [`~erpo_trl.query.metrics.StepQueries`].
@@ -47,11 +48,12 @@ class QueryLog(TrainerCallback):
         if every < 1:
             raise ValueError(f"every must be at least 1, found {every}")
         self.trainer, self.every = trainer, every
-        self._kept: list[pa.Table] = []
+        self._kept: list[pa.Table] = []  # per step, since the trackers were sent any
+        self._written = 0  # how many of them are in a file
         self._warned = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._kept = []
+        self._kept, self._written = [], 0
         if state.is_world_process_zero and "wandb" in args.report_to:
             open_wandb_run(args, group_name(self.trainer.erpo_state(), self.trainer.model.config._name_or_path))
         return control
@@ -63,18 +65,31 @@ class QueryLog(TrainerCallback):
             self._flush(args, state)
         return control
 
+    def on_save(self, args, state, control, **kwargs):
+        # A run that is killed later and resumed from here would not see these steps again
+        self._write(args, state)
+        return control
+
     def on_train_end(self, args, state, control, **kwargs):
         if self._kept:
             self._flush(args, state)
         return control
 
-    def _flush(self, args, state) -> None:
-        table, self._kept = pa.concat_tables(self._kept), []
-        if not len(table):
-            return  # queries of one token only
+    def _write(self, args, state) -> None:
+        tables, self._written = self._kept[self._written :], len(self._kept)
+        if not sum(map(len, tables)):
+            return  # nothing new, or queries of one token only
+        table = pa.concat_tables(tables)
         first = table["step"][0].as_py()
         path = Path(args.output_dir) / FOLDER / f"queries_{first:05d}-{state.global_step:05d}.parquet"
         write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+    def _flush(self, args, state) -> None:
+        self._write(args, state)
+        table = pa.concat_tables(self._kept)
+        self._kept, self._written = [], 0
+        if not len(table):
+            return
         trackers = [TRACKERS[name] for name in args.report_to if name in TRACKERS]
         if not trackers:
             return

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ..query.checkpoint import STATE_FILE
+from ..query.checkpoint import STATE_FILE, checkpoint_step
 from ..query.table import ReferenceTable
 from ..query.weights import Queries, WeightRule, of_means, query_weights
 from .analysis import log_series
@@ -114,7 +114,8 @@ def load_run(path: str | Path, evaluations: Sequence[str | Path] = ()) -> Run:
     if not log:
         run.notes.append("The log is empty: logging_steps is longer than the run.")
     _read_state(run, [folder, *reversed(folders)])
-    run.queries = read_queries(path, run.steps)
+    # Those of a checkpoint are beside it
+    run.queries = read_queries(path if checkpoint_step(path) is None else path.parent, run.steps)
     if not run.queries:
         run.notes.append(
             "No query files: trained with query_log_steps=0, by another trainer, or by an earlier version; response NLLs are not "
@@ -123,12 +124,6 @@ def load_run(path: str | Path, evaluations: Sequence[str | Path] = ()) -> Run:
     run.weights = _weights(run)
     _read_accuracies(run, evaluations)
     return run
-
-
-def checkpoint_step(folder: Path) -> int | None:
-    """The step of a folder called checkpoint-STEP."""
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match[1]) if match else None
 
 
 def _read_state(run: Run, folders: Sequence[Path]) -> None:

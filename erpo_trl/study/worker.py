@@ -27,9 +27,8 @@ from ..evaluation.backends import TransformersBackend
 from ..evaluation.model_source import load_tokenizer, resolve_model
 from ..evaluation.protocol import complete_table, drawn_table, make_requests, score_table, tokenize_prompts
 from ..evaluation.results import write_atomically
-from ..query.checkpoint import last_whole_checkpoint
+from ..query.checkpoint import checkpoint_step, last_whole_checkpoint
 from ..report.analysis import nll_correlation
-from ..report.runs import checkpoint_step
 from ..rewards import TIME_LIMIT_S
 from ..train import main as train
 from . import measure
