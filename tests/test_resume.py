@@ -329,10 +329,6 @@ def test_resume_with_lora(tmp_path, raw_advantages, pretrained):
         # The passes over the data that the checkpoint has behind it would be cut elsewhere
         ({"per_device_train_batch_size": 8, "save_steps": 5}, "trained with: prompts_per_generation"),
         ({"num_generations": 4}, "trained with: prompts_per_generation"),
-        (
-            {"steps_per_generation": 2, "per_device_train_batch_size": 2, "save_steps": 4},
-            "with: steps_per_generation_batch",
-        ),
     ],
 )
 def test_settings_that_must_not_change(tmp_path, interrupted, fields, message):
