@@ -1,8 +1,9 @@
 """`erpo-trl train`: from a recipe to a trained model, on TRL's parser, trainer and savers."""
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import transformers
@@ -19,7 +20,7 @@ from .options import first_option, parse_options
 from .preferences import load_preferences
 from .query.fields import QueryFields
 from .report.live import show_live_line
-from .rewards import accuracy_reward, resolve_reward
+from .rewards import resolve_reward
 from .trainer import ERPODPOTrainer, ERPORLOOTrainer, ERPOTrainer
 
 logger = logging.get_logger(__name__)
@@ -136,8 +137,13 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
     if name not in NAMED:  # whose columns are known, unlike those of another data set of this run
         options |= {"problem": data.problem_field, "answer": data.answer_field}
         # A reward of the user's own may need none
-        options["needs_answer"] = any(resolve_reward(reward) is accuracy_reward for reward in data.reward_funcs)
+        options["needs_answer"] = any(reads_answer(resolve_reward(reward)) for reward in data.reward_funcs)
     return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
+
+
+def reads_answer(reward: Callable) -> bool:
+    """Whether a reward function takes the column `answer` by name."""
+    return "answer" in inspect.signature(reward).parameters
 
 
 def _load_pairs(data: DataArguments, name: str, split: str) -> Dataset:
@@ -162,13 +168,16 @@ def make_trainer(
         model.model_name_or_path = str(MODEL_DIR)
     if model.model_name_or_path is None:
         raise InputError("model_name_or_path is not set: a hub id, a folder, or 'demo' for the embedded model")
-    take_one_gpu(args)
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
+    if args.n_gpu > 1 and "device_map" not in args.model_init_kwargs:
+        # TRL would spread the model's layers over all of them
+        take_one_gpu(args)
+        args.model_init_kwargs["device_map"] = {"": 0}
     try:
         pairs = isinstance(args, ERPODPOConfig)
         load = _load_pairs if pairs else _load
@@ -197,7 +206,7 @@ def take_one_gpu(args: transformers.TrainingArguments) -> None:
     """Has a process without a launcher train on the first of the GPUs that it sees; TRL's trainers refuse several in one process."""
     if args.n_gpu > 1:
         logger.warning(
-            f"One process trains on one of the {args.n_gpu} GPUs that are visible. To train on all: accelerate launch -m "
+            f"One process trains on the first of the {args.n_gpu} GPUs that are visible. To train on all: accelerate launch -m "
             "erpo_trl.cli train ..."
         )
         args._n_gpu = 1

@@ -9,7 +9,7 @@ import torch
 from helpers import captured_warnings, write_recipe
 from transformers.utils import is_torch_bf16_gpu_available
 
-from erpo_trl import cli
+from erpo_trl import cli, train
 from erpo_trl.query.fields import computes_in_bf16
 from erpo_trl.query.standby import StandbyReference
 from erpo_trl.rewards import resolve_reward
@@ -226,21 +226,34 @@ def test_rewards_without_answers_train_on_problems_alone(recipe, tmp_path, monke
     (tmp_path / "p.jsonl").write_text("".join(f'{{"problem": "{i}+1?"}}\n' for i in range(8)))
     options = ["--config", str(recipe), "--dataset", str(tmp_path / "p.jsonl")]
     assert len(make_trainer(*parse([*options, "--reward_funcs", "mine.py:score"])).train_dataset) == 8
-    with pytest.raises(cli.InputError, match="no column 'answer'"):
-        make_trainer(*parse(options))
+    (tmp_path / "other.py").write_text(
+        "def score(completions, answer, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
+    for reward in ("accuracy", "other.py:score"):  # which reads it
+        with pytest.raises(cli.InputError, match="no column 'answer'"):
+            make_trainer(*parse([*options, "--reward_funcs", reward]))
 
 
-def test_one_process_takes_one_of_several_gpus(recipe, caplog):
+def test_one_process_takes_one_of_several_gpus(recipe, caplog, monkeypatch):
     """TRL's trainers refuse several in a process: a command without a launcher takes the first, and says how to use all."""
     parsed = parse(["--config", str(recipe)])
     assert parsed[1].n_gpu <= 1  # looks for devices once
     parsed[1]._n_gpu = 8
+    monkeypatch.setitem(train.TRAINERS, "grpo", (type(parsed[1]), lambda **given: given))  # there is no GPU to load on
     with captured_warnings(caplog):
-        make_trainer(*parsed)
-    assert parsed[1].n_gpu == 1
-    assert (
-        "one of the 8 GPUs that are visible. To train on all: accelerate launch -m erpo_trl.cli train" in caplog.text
-    )
+        given = make_trainer(*parsed)
+    assert parsed[1].n_gpu == 1 and given["args"].model_init_kwargs["device_map"] == {"": 0}
+    assert "the first of the 8 GPUs that are visible. To train on all: accelerate launch" in caplog.text
+
+
+def test_a_device_map_is_the_users(recipe, caplog, monkeypatch):
+    parsed = parse(["--config", str(recipe), "--model_init_kwargs", '{"device_map": "auto"}'])
+    assert parsed[1].n_gpu <= 1
+    parsed[1]._n_gpu = 8
+    monkeypatch.setitem(train.TRAINERS, "grpo", (type(parsed[1]), lambda **given: given))
+    with captured_warnings(caplog):
+        assert make_trainer(*parsed)["args"].model_init_kwargs["device_map"] == "auto"
+    assert parsed[1].n_gpu == 8 and "GPUs" not in caplog.text
 
 
 @pytest.mark.parametrize("itself", [True, False])

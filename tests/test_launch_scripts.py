@@ -42,21 +42,25 @@ if name == "accelerate":
     time.sleep(float(os.environ["TRAINING_SECONDS"]))
     sys.exit(int(os.environ.get("TRAINING_STATUS", "0")))
 """
-# Starts the command once per task, as srun would on that many nodes, and waits for all
+# Starts the command once per task, as srun would on that many nodes, and waits for all. On SIGTERM it kills them, as srun does.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
-    case $1 in --ntasks=*) tasks=${1#*=};; --nodelist=*) nodes=${1#*=};; esac
+    case $1 in --ntasks=*) tasks=${1#*=};; --nodelist=*) nodes=${1#*=};; --job-name=*) step=${1#*=};; esac
     shift
 done
 echo "$nodes" >> "$CALLS/nodes"
 status=0
 for ((rank = 0; rank < tasks; rank++)); do SLURM_PROCID=$rank "$@" & pids+=($!); done
-trap 'kill "${pids[@]}" 2>/dev/null' TERM
+echo "${pids[@]}" > "$CALLS/pids-$step"
+trap 'kill -KILL "${pids[@]}" 2>/dev/null' TERM
 for pid in "${pids[@]}"; do
     while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done
 done
 exit $status
 """
+SQUEUE = '#!/bin/bash\nprintf "%s\\n" "7.0 vllm" "7.1 training"\n'
+# The step's own processes get the signal
+SCANCEL = '#!/bin/bash\n[ "$*" = "--signal=TERM 7.1" ] && kill -TERM $(cat "$CALLS/pids-training")\n'
 SCONTROL = '#!/bin/bash\nprintf "%s\\n" node1 node2 node3\n'
 
 
@@ -68,7 +72,14 @@ def run(tmp_path):
     commands, calls = tmp_path / "bin", tmp_path / "calls"
     commands.mkdir()
     calls.mkdir()
-    for name, text in {"accelerate": RECORD, "trl": RECORD, "srun": SRUN, "scontrol": SCONTROL}.items():
+    for name, text in {
+        "accelerate": RECORD,
+        "trl": RECORD,
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "squeue": SQUEUE,
+        "scancel": SCANCEL,
+    }.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
@@ -79,6 +90,7 @@ def run(tmp_path):
             "CALLS": str(calls),
             "SERVER_SECONDS": "60",
             "TRAINING_SECONDS": "0",
+            "SLURM_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_JOB_NODELIST": "node[1-3]",
             **environment,

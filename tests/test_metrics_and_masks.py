@@ -253,6 +253,15 @@ def test_a_prediction_is_no_part_of_the_next_evaluation(tmp_path):
     assert after["eval_query/nll"] == before["eval_query/nll"]
 
 
+def test_a_plain_evaluation_stream_beside_a_mapped_training_stream(tmp_path):
+    """What to do is another thing there: the population is that of whoever mapped it."""
+    mapped = DatasetMapper(tiny_model("qwen2"), byte_tokenizer(), make_config(tmp_path))(prompts_dataset())
+    stream = prompts_dataset(["1+1=", "2+2="]).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, dataset=mapped.to_iterable_dataset(), trainer_kwargs={"eval_dataset": stream})
+    with pytest.raises(ValueError, match="map the evaluation data relative to it, as a map-style data set"):
+        trainer.train()
+
+
 def test_an_evaluation_stream_beside_scored_data_is_refused(tmp_path):
     """Before the first step, with what to do; with rows that are scored as they arrive it is taken."""
     stream = prompts_dataset(["1+1=", "2+2="]).to_iterable_dataset()

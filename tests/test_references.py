@@ -18,6 +18,7 @@ from helpers import (
     k_estimator,
     keep_raw_advantages,
     logged,
+    lora_model,
     make_config,
     make_trainer,
     policy_loss,
@@ -277,3 +278,12 @@ def test_another_tokenizer_is_refused(tmp_path):
 def test_refusals(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         make_config(tmp_path, **fields)
+
+
+def test_an_adapters_folder_is_no_reference(tmp_path):
+    """transformers would load it onto its base, from which nothing could tell it."""
+    lora_model(pretrained=True).save_pretrained(tmp_path / "adapter")
+    references = {"self": 0.5, "other": {"weight": 0.5, "model": str(tmp_path / "adapter")}}
+    trainer = make_trainer(tmp_path, query_references=references)
+    with pytest.raises(ValueError, match="adapter is an adapter; merge it into its base"):
+        trainer.train()

@@ -327,8 +327,11 @@ def test_resume_with_lora(tmp_path, raw_advantages, pretrained):
         ({"seed": 4}, "trained with: seed"),
         ({"shuffle_dataset": False}, "trained with: shuffle_dataset"),
         # The passes over the data that the checkpoint has behind it would be cut elsewhere
-        ({"per_device_train_batch_size": 8, "save_steps": 5}, "trained with: prompts_per_generation"),
-        ({"num_generations": 4}, "trained with: prompts_per_generation"),
+        (
+            {"per_device_train_batch_size": 8, "save_steps": 5},
+            r"trained with: prompts per generation batch: per_device_train_batch_size .* \(2, now 4\)",
+        ),
+        ({"num_generations": 4}, r"trained with: prompts per generation batch: .* \(2, now 1\)"),
     ],
 )
 def test_settings_that_must_not_change(tmp_path, interrupted, fields, message):

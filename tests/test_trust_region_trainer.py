@@ -753,3 +753,19 @@ def test_a_step_that_was_broken_off_leaves_nothing_behind(tmp_path):
     metrics.end_step = lambda accelerator: (counts.append(metrics.micro_batches), end_step(accelerator))[1]
     trainer.train()
     assert counts == [2] * 4 and metrics.micro_batches == 0
+
+
+def test_a_prediction_is_no_part_of_the_next_evaluation(tmp_path):
+    """Its moves are logged nowhere, and forgotten."""
+    held = prompts_dataset(UNEQUAL[:4])
+    fields = settings("drpo", max_steps=2, per_device_eval_batch_size=4)
+    trainer = make_trainer(
+        tmp_path,
+        model=tiny_model("qwen2"),
+        dataset=prompts_dataset(UNEQUAL),
+        trainer_kwargs={"eval_dataset": held},
+        **fields,
+    )
+    trainer.train()
+    trainer.predict(held)
+    assert trainer._region_metrics["eval"].summarize() == {}

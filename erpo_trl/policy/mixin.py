@@ -293,6 +293,13 @@ class TrustRegionMixin:
 
     # ---- checkpoint and log
 
+    def predict(self, *args, **kwargs):
+        # Nothing is logged of a prediction: it is no part of the next evaluation
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._region_metrics["eval"].summarize()
+
     def region_state(self) -> dict:
         """What a checkpoint must hold of the region beside TRL's own state."""
         return {"trust_region_delta": self.region_params.delta} if self._radius_adapts else {}

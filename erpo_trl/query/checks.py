@@ -74,13 +74,14 @@ def check_model(model: torch.nn.Module, args) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha:g} puts noise on the embeddings while training, so query log-probs are "
             "noisy and query/kl is not 0 at the first step. Unset it to measure and hold drift alone."
         )
-    lengths = [getattr(args, name, None) for name in ("max_prompt_length", "max_completion_length")]
+    names = ["max_length"] if hasattr(args, "max_length") else ["max_prompt_length", "max_completion_length"]
+    lengths = [getattr(args, name) for name in names]
     for kind, length in ropes_by_length(base_model(model).config).items():
         if None in lengths or sum(lengths) > length:
             logger.warning(
                 f"The model's rotary positions ({kind}) change in a batch of more than {length} tokens: a prompt is then read with "
                 "others in training, together with its completion, than it was scored with, and query/kl holds the difference. Keep "
-                f"max_prompt_length + max_completion_length within {length} to measure and hold drift alone."
+                f"{' + '.join(names)} within {length} to measure and hold drift alone."
             )
 
 

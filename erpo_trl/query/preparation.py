@@ -27,6 +27,11 @@ from .window import generation_window
 
 logger = logging.get_logger(__name__)
 
+_MAP_RELATIVE = (
+    "The training stream carries reference columns, so map the evaluation data relative to it, as a map-style data set: "
+    "DatasetMapper(model, processing_class, config)(eval_dataset, population=mapper.report.population)."
+)
+
 
 class PreparedReferenceMixin(ResumeMixin):
     """Gives a TRL trainer's data its reference columns before the first batch, or has its rows scored as they arrive."""
@@ -83,6 +88,7 @@ class PreparedReferenceMixin(ResumeMixin):
         ] = []  # of the mappings so far: training or evaluation, report
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
+        self._evaluation_streams: list[IterableDataset] = []
         self._few_effective = False  # whether a small effective sample size has been warned of
 
     _prompt_column = "prompt"
@@ -240,14 +246,8 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _map_evaluation(self, dataset):
         """The data set with its columns, which rows that are scored on arrival go without; it comes back at every evaluation."""
-        if self._arrival is not None and isinstance(dataset, IterableDataset):
-            return self._without_long_prompts(dataset)
-        if isinstance(dataset, IterableDataset) and not _carries_columns(dataset):
-            raise ValueError(
-                "The evaluation data is a stream without reference columns, and the training data is scored before training, after "
-                "which no reference is at hand: give a map-style evaluation set, or set reference_sample_size, with which rows are "
-                "scored as they arrive."
-            )
+        if isinstance(dataset, IterableDataset):
+            return self._prepare_stream(dataset)
         if not isinstance(dataset, Dataset) or not len(dataset) or dataset._fingerprint in self._mapped_evaluation:
             return dataset
         if self._arrival is not None:
@@ -257,16 +257,30 @@ class PreparedReferenceMixin(ResumeMixin):
         if self._population is None:
             # A stream with columns: what its weights are relative to is known to whoever mapped it
             if not set(REFERENCE_FEATURES) <= set(dataset.column_names):
-                raise ValueError(
-                    "The training stream carries reference columns, so map the evaluation data relative to it: "
-                    "DatasetMapper(model, processing_class, config)(eval_dataset, population=mapper.report.population)."
-                )
+                raise ValueError(_MAP_RELATIVE)
             return dataset
         dataset = self.dataset_mapper(dataset, self._population)
         self.scoring_reports.append(("evaluation", self.dataset_mapper.report))
         if self._others is not None:
             dataset = self._others(dataset)
         self._mapped_evaluation.add(dataset._fingerprint)
+        return dataset
+
+    def _prepare_stream(self, dataset: IterableDataset) -> IterableDataset:
+        """An evaluation stream whose rows are scored as they arrive, or carry their columns."""
+        if any(dataset is known for known in self._evaluation_streams):
+            return dataset
+        if self._arrival is not None:
+            dataset = self._without_long_prompts(dataset)
+        elif not _carries_columns(dataset):
+            raise ValueError(
+                _MAP_RELATIVE
+                if self._population is None
+                else "The evaluation data is a stream without reference columns, and the training data is scored before training, "
+                "after which no reference is at hand: give a map-style evaluation set, or set reference_sample_size, with which "
+                "rows are scored as they arrive."
+            )
+        self._evaluation_streams.append(dataset)
         return dataset
 
     def _warn_of_few_effective(self, share: float, of: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
 from .divergence import ESTIMATORS, query_kl
 from .fingerprint import key_of_row
@@ -258,6 +258,11 @@ def load_reference(name: str, init_kwargs: dict, device: torch.device, sharded: 
         raise ValueError(
             f"query_references: the model {name} cannot be scored while DeepSpeed ZeRO-3 or FSDP spreads the policy. Score it "
             "beforehand (erpo-trl score --model_name_or_path ...) and give its table."
+        )
+    if find_adapter_config_file(name) is not None:
+        raise ValueError(
+            f"query_references: {name} is an adapter; merge it into its base (`PeftModel.merge_and_unload`) and give that model, or "
+            "the table that a run on it made."
         )
     kept = {key: value for key, value in init_kwargs.items() if key in ("dtype", "attn_implementation")}
     return AutoModelForCausalLM.from_pretrained(name, **kept).to(device).eval().requires_grad_(False)

@@ -26,6 +26,15 @@ from .reference import Reference
 
 logger = logging.get_logger(__name__)
 
+# What a user sets to get these
+_MEANT_BY = {
+    "prompts_per_generation": "prompts per generation batch: per_device_train_batch_size x processes x steps_per_generation / "
+    "num_generations",
+    "steps_per_generation_batch": "optimizer steps per generation batch: steps_per_generation x num_iterations / "
+    "gradient_accumulation_steps",
+    "pairs_per_step": "pairs per optimizer step: per_device_train_batch_size x processes x gradient_accumulation_steps",
+}
+
 
 class SaveOnTermination(TrainerCallback):
     """On SIGTERM, saves and stops after the first step from which a run can be resumed.
@@ -176,7 +185,9 @@ class ResumeMixin:
             changed.append("reference_sample_size")
         elif state["data_fingerprint"] not in (None, self._data_fingerprint()):
             changed.append("the training data (rows changed, were reordered or removed)")
-        changed += [name for name, value in self._order_settings().items() if state.get(name, value) != value]
+        for name, value in self._order_settings().items():
+            if state.get(name, value) != value:
+                changed.append(f"{_MEANT_BY[name]} ({state[name]:g}, now {value:g})" if name in _MEANT_BY else name)
         if not changed:
             return
         message = (
