@@ -13,6 +13,7 @@ from helpers import (
     keep_raw_advantages,
     logged,
     lora_config,
+    lora_model,
     make_config,
     make_trainer,
     prompts_dataset,
@@ -134,3 +135,18 @@ def test_a_resumed_run_needs_the_model_it_started_from(tmp_path):
 def test_bad_field(tmp_path):
     with pytest.raises(ValueError, match="log_policy_kl_steps must be a whole number of steps >= 0, found -1"):
         make_config(tmp_path, log_policy_kl_steps=-1)
+
+
+def test_weights_outside_the_adapter_need_a_copy(tmp_path):
+    """A fresh adapter whose base trains its norms, too: with the adapter off it is no longer the reference."""
+    model = lora_model(pretrained=False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+    trainer, _ = run(tmp_path, model, log_policy_kl_steps=1)
+    frozen = {n: p for n, p in trainer._standby._frozen.named_parameters() if "norm" in n}
+    now = {n: p for n, p in trainer.model.named_parameters() if "norm" in n}
+    assert any((now[n] - p).abs().max() > 1e-3 for n, p in frozen.items()), "the norms were meant to move"
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            torch.testing.assert_close(frozen[name], parameter)

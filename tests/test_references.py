@@ -33,7 +33,7 @@ from helpers import (
 
 from erpo_trl import DatasetMapper
 from erpo_trl.query.divergence import query_kl
-from erpo_trl.query.references import several_query_kl
+from erpo_trl.query.references import load_reference, several_query_kl
 
 ROWS, ALPHA = UNEQUAL[:4], 0.4
 
@@ -287,3 +287,12 @@ def test_an_adapters_folder_is_no_reference(tmp_path):
     trainer = make_trainer(tmp_path, query_references=references)
     with pytest.raises(ValueError, match="adapter is an adapter; merge it into its base"):
         trainer.train()
+
+
+def test_a_reference_is_loaded_as_trl_loads_the_policy(tmp_path):
+    """In float32, whatever it is stored in."""
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_reference(str(tmp_path), {}, torch.device("cpu"), sharded=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model = load_reference(str(tmp_path), {"dtype": "bfloat16"}, torch.device("cpu"), sharded=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -382,6 +382,18 @@ def test_collapse_stops_with_a_checkpoint(tmp_path):
     assert (Path(trainer.args.output_dir) / "checkpoint-6" / "erpo_state.json").is_file()
 
 
+def test_collapse_stops_where_the_run_can_be_resumed(tmp_path):
+    """Two updates a generation: noticed at step 7, the first of two, it goes on to the end of the generation, and the checkpoint of
+    step 6 is not given up for one inside it.
+    """
+    fields = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer, callback = collapsing(tmp_path, "stop", entropies=(1, 1, 1, 1, 1, 5, 5, 5, 5, 5), **fields)
+    trainer.train()
+    assert callback.found[0].noticed == 7 and trainer.state.global_step == 8
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-8"]
+    collapsing(tmp_path, "warn", entropies=(1,) * 10, **fields)[0].train(resume_from_checkpoint=True)
+
+
 def test_collapse_calls_a_function(tmp_path):
     called = []
     trainer, _ = collapsing(tmp_path, lambda collapse, control: called.append((collapse.noticed, type(control))))

@@ -11,6 +11,7 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     JambaConfig,
@@ -332,6 +333,10 @@ def test_operations():
     model = model_of("llama")
     assert flops_per_token(model.base_model) == 2 * 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
     assert flops_per_pair(model.config) == 2 * 4 * 32
+    # Layers of two kinds, with heads of 8 and of 16
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "global_head_dim": 16}
+    gemma4 = Gemma4TextConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32, **kinds)
+    assert flops_per_pair(gemma4) == 4 * 4 * (8 + 16)
     # Of four experts (gate and up 32x32, down 32x16) a token meets two; router 4x32, shared expert 3x16x32 and its gate 32
     moe = model_of("qwen2_moe")
     attention = 2 * 32 * 32 + 2 * 16 * 32

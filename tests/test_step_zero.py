@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     UNEQUAL,
+    VOCAB,
     byte_tokenizer,
     double_copy,
     logged,
@@ -16,6 +17,7 @@ from helpers import (
     tiny_model,
     token_logps,
 )
+from transformers import HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM
 
 from erpo_trl import DatasetMapper
 
@@ -216,3 +218,26 @@ def test_mapper_then_trainer_at_another_temperature(tmp_path, config):
     trainer = first_step(tmp_path, model, temperature=0.7)
     assert logged(trainer, "query/kl")[0] < FLOAT32
     assert_reference(trainer, plain, 0.7)
+
+
+def test_a_scale_after_the_rotation(tmp_path):
+    """HunYuan scales queries and keys per dimension after rotating them, so that their scores depend on where tokens stand and left
+    padding would change a prompt's likelihood.
+    """
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = HunYuanDenseV1Config(
+        vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, **shape
+    )
+    model = HunYuanDenseV1ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "query_layernorm" in name or "key_layernorm" in name:
+            torch.nn.init.normal_(parameter, mean=1.5, std=0.3)
+    trainer = first_step(tmp_path, model, query_kl_coef=0.3)
+    assert logged(trainer, "query/kl_max")[0] < FLOAT32

@@ -35,8 +35,12 @@ def flops_per_token(backbone: nn.Module) -> float:
 
 def flops_per_pair(config) -> float:
     """Floating-point operations that attention spends on one pair of tokens in all layers: a score and a weighted sum."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4.0 * head * config.num_attention_heads * config.num_hidden_layers
+    layers = getattr(config, "per_layer_config", None)  # layers that differ: Gemma 4's have heads of two sizes
+    total = 0.0
+    for layer in layers if layers is not None else [config] * config.num_hidden_layers:
+        head = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        total += 4.0 * head * layer.num_attention_heads
+    return total
 
 
 def plain_cost(layout: Layout, token: float, pair: float, device: str, attention: str) -> float:

@@ -46,6 +46,12 @@ def why_not_shared(model: nn.Module) -> str | None:
 
 def attention_window(config) -> float:
     """How many tokens back the model's sliding attention reaches, itself included; infinity where every layer sees all."""
+    layers = getattr(config, "per_layer_config", None)
+    if layers is not None:  # which may differ in it
+        return min(
+            (w for w in (getattr(layer, "sliding_window", None) for layer in layers) if w is not None),
+            default=math.inf,
+        )
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     return math.inf if window is None or (types and "sliding_attention" not in types) else window

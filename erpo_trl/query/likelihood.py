@@ -121,8 +121,15 @@ class PairReader(QueryReader):
         return outputs
 
 
+# A learned scale per dimension after the rotary embedding: scores depend on where the two tokens stand, not on their distance alone
+_SCALED_AFTER_ROTATION = ("hunyuan_v1_dense", "hunyuan_v1_moe", "dory")
+
+
 def has_absolute_positions(model: nn.Module) -> bool:
-    """Whether the model looks positions up in a table (GPT-2 type), so that left padding shifts them."""
+    """Whether left padding changes what the model makes of a prompt: it looks positions up in a table (GPT-2 type), or scales
+    queries and keys after their rotation."""
+    if model.config.model_type in _SCALED_AFTER_ROTATION:
+        return True
     config = model.config.get_text_config()
     lengths = {getattr(config, name, None) for name in ("n_positions", "max_position_embeddings")} - {None}
     # OPT-type tables hold two rows more than there are positions

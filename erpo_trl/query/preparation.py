@@ -3,14 +3,16 @@
 import contextlib
 import functools
 import inspect
-import math
 from dataclasses import asdict
+from datetime import datetime
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
 from ..policy.kl import PolicyKLMonitor
+from . import clock
 from .arrival import ArrivingReference, RunningMeans, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
 from .fingerprint import base_model
@@ -23,7 +25,7 @@ from .sampling import CurriculumSampler, curriculum_weights, sampling_power, typ
 from .sharding import is_sharded, prepared_for_scoring, training_precision
 from .standby import StandbyReference
 from .weights import Queries, WeightRule
-from .window import generation_window
+from .window import generation_window, inside_generation
 
 logger = logging.get_logger(__name__)
 
@@ -44,6 +46,14 @@ class PreparedReferenceMixin(ResumeMixin):
         super().__init__(*args, **kwargs)
         check_model(self.model, self.args)
         self._count_positions()
+        # DPO renders its prompts once, before this
+        arguments = getattr(self, "chat_template_kwargs", None)
+        self._own_template = getattr(self, "chat_template", None) or getattr(
+            self.processing_class, "chat_template", None
+        )
+        self._template_time = None
+        if arguments is not None and "date_string" not in arguments:
+            self._template_time = self._tell_one_time(gather_object([datetime.now()])[0])
         self.data_collator = self._collator()
 
         asked = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
@@ -108,6 +118,22 @@ class PreparedReferenceMixin(ResumeMixin):
             if model is not None and has_absolute_positions(base_model(model)):
                 pass_position_ids(base_model(model))
 
+    def _tell_one_time(self, when: datetime) -> datetime | None:
+        """Gives a chat template that writes the date that of `when`, for the whole run; None where it writes none, or cannot be."""
+        template = self._own_template
+        if not clock.asks_for_the_time(template):
+            return None
+        told = clock.at(template, when) if hasattr(self, "chat_template") and isinstance(template, str) else None
+        if told is None:
+            logger.warning(
+                "The chat template writes the date, and prompts are rendered anew at every generation: after midnight they would not "
+                "be the scored ones, and the run ends with an error, as does its resume. Fix the date by chat_template_kwargs where "
+                "the template takes one (Llama 3.2: date_string), or in the template."
+            )
+            return None
+        self.chat_template = told
+        return when
+
     def _template_arguments(self) -> dict:
         """What TRL's `_tokenize_prompts` renders chats with; RLOO has no tools."""
         optional = {name: getattr(self, name, None) or None for name in ("tools", "chat_template")}
@@ -118,13 +144,10 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _inside_generation(self, step: int) -> bool:
         """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch."""
-        generate_every = self.args.generate_every
-        accumulation = self.args.gradient_accumulation_steps
+        args, generations = self.args, None
         if isinstance(self.train_dataset, Dataset):
-            generations = len(self.train_dataset) // (self.args.generation_batch_size // self.args.num_generations)
-            # An epoch's last step may have fewer micro-batches than the others
-            step %= max(1, math.ceil(generations * generate_every / accumulation))
-        return step * accumulation % generate_every != 0
+            generations = len(self.train_dataset) // (args.generation_batch_size // args.num_generations)
+        return inside_generation(step, args.generate_every, args.gradient_accumulation_steps, generations)
 
     # ---- the reference
 
@@ -236,6 +259,8 @@ class PreparedReferenceMixin(ResumeMixin):
         state = super().extra_state()
         if self._arrival is not None and self._arrival.means is not None:
             state["running_means"] = asdict(self._arrival.means)
+        if self._template_time is not None:
+            state["template_time"] = self._template_time.isoformat()
         return state
 
     def _prepared_for_scoring(self, model):

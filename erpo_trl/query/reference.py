@@ -166,8 +166,7 @@ class DatasetMapper:
         self.column = column
         # DPO has no such setting; its rows may
         default = getattr(config, "chat_template_kwargs", None) or {}
-        self.template = default if template is None else template
-        self.find_span = SpanFinder(config.query_span, processing_class, self.template)
+        self.render_with(default if template is None else template)
         if autocast_dtype == "config":
             autocast_dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
         self.autocast_dtype = autocast_dtype
@@ -180,6 +179,11 @@ class DatasetMapper:
         )
         self.report = ScoringReport()
         self.cache_dir = Path(config.reference_cache_dir or Path(HF_HOME) / "erpo_trl" / "reference")
+
+    def render_with(self, template: dict) -> None:
+        """Render chats with these arguments of `apply_chat_template` from here on."""
+        self.template = template
+        self.find_span = SpanFinder(self.config.query_span, self.processing_class, template)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[nn.Module]:

@@ -264,7 +264,9 @@ def load_reference(name: str, init_kwargs: dict, device: torch.device, sharded: 
             f"query_references: {name} is an adapter; merge it into its base (`PeftModel.merge_and_unload`) and give that model, or "
             "the table that a run on it made."
         )
-    kept = {key: value for key, value in init_kwargs.items() if key in ("dtype", "attn_implementation")}
+    names = ("dtype", "attn_implementation", "trust_remote_code")
+    # float32 unless set, as TRL loads the policy
+    kept = {"dtype": "float32"} | {key: init_kwargs[key] for key in names if init_kwargs.get(key) is not None}
     return AutoModelForCausalLM.from_pretrained(name, **kept).to(device).eval().requires_grad_(False)
 
 

@@ -144,7 +144,7 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
                 if found.startswith(reference):
                     cause = (
                         f"the {len(ids)} token ids trained on are not the ones its reference scored; something rewrote the "
-                        "prompt after scoring (a rollout_func, a data collator, a changed chat template)"
+                        "prompt after scoring (a rollout_func, a data collator, a changed chat template, or one that writes the date)"
                     )
                 else:
                     cause = (

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import xxhash
@@ -167,6 +168,9 @@ class ResumeMixin:
                 f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
             )
         self.dataset_mapper.reference = reference
+        if self._template_time is not None and "template_time" in state:
+            self._template_time = self._tell_one_time(datetime.fromisoformat(state["template_time"]))
+            self.dataset_mapper.render_with(self._template_arguments())
         if "running_means" in state:
             self._resumed_means = RunningMeans(**state["running_means"])
 

@@ -32,13 +32,14 @@ class StandbyReference:
         self.mapper = mapper
         self.mapper.pin()
         self._frozen: nn.Module | None = None
-        if is_peft_model(mapper.model) and not mapper.reference.adapter:
+        if not is_peft_model(mapper.model):
+            why = "all weights are trained"
+        elif mapper.reference.adapter:
+            why = "its adapter is part of the reference and is trained"
+        elif any(p.requires_grad for name, p in mapper.model.named_parameters() if ".lora_" not in name):
+            why = "weights outside its adapter are trained, too"
+        else:
             return  # the base model stays as it is; the adapter is turned off
-        why = (
-            "its adapter is part of the reference and is trained"
-            if mapper.reference.adapter
-            else "all weights are trained"
-        )
         if is_sharded(mapper.model) or accelerator.is_fsdp2:
             raise ValueError(
                 f"{purpose} the reference at hand while training, and {why}; a copy of a model that is spread over processes is "

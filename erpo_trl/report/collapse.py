@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.utils import logging
 
+from ..query.window import inside_generation
 from .analysis import SIGNS, BandRule, Collapse, CollapseWatch, log_series
 
 logger = logging.get_logger(__name__)
@@ -19,7 +21,7 @@ class CollapseCallback(TrainerCallback):
 
     Args:
         on_collapse: `"warn"`: a warning in the log; `"stop"`: also a checkpoint, where `save_strategy` is not `"no"`, and the end of
-            the run after this step; or a function of the [`~erpo_trl.report.analysis.Collapse`] and transformers'
+            the run, at the end of the generation batch, since no run is resumed from inside one; or a function of the [`~erpo_trl.report.analysis.Collapse`] and transformers'
             `TrainerControl`, called on every process after the warning, e.g. to lower the drift that an adaptive α holds.
         rule: [`~erpo_trl.report.analysis.BandRule`], when a series has left its band.
 
@@ -46,6 +48,7 @@ class CollapseCallback(TrainerCallback):
         self.found: list[Collapse] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._stopping = False
         self._watch = CollapseWatch(self.rule)
         for name in SIGNS:
             for step, value in zip(*log_series(state.log_history, name)):
@@ -64,8 +67,27 @@ class CollapseCallback(TrainerCallback):
             if state.is_world_process_zero:
                 logger.warning(f"The run may be collapsing: {collapse}.")
             if self.on_collapse == "stop":
-                control.should_training_stop = True
-                control.should_save |= args.save_strategy != "no"
+                self._stopping = True
             elif self.on_collapse != "warn":
                 self.on_collapse(collapse, control)
+        return self._stop(args, state, control, kwargs.get("train_dataloader"))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        return self._stop(args, state, control, kwargs.get("train_dataloader"))
+
+    def _stop(self, args, state, control, dataloader) -> TrainerControl:
+        if self._stopping and not _inside_generation(args, state.global_step, dataloader):
+            control.should_training_stop = True
+            control.should_save |= args.save_strategy != "no"
         return control
+
+
+def _inside_generation(args, step: int, dataloader) -> bool:
+    """Whether completions are left over after this step; never where the trainer generates nothing."""
+    if not hasattr(args, "steps_per_generation"):
+        return False
+    dataset, generations = getattr(dataloader, "dataset", None), None
+    if isinstance(dataset, Dataset):
+        generations = len(dataset) // (args.generation_batch_size // args.num_generations)
+    every = args.steps_per_generation * args.num_iterations
+    return inside_generation(step, every, args.gradient_accumulation_steps, generations)
