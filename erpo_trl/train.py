@@ -142,8 +142,12 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
 
 
 def reads_answer(reward: Callable) -> bool:
-    """Whether a reward function takes the column `answer` by name."""
-    return "answer" in inspect.signature(reward).parameters
+    """Whether a reward function takes the column `answer` by name, and has no default for it."""
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (ValueError, TypeError):  # built in
+        return False
+    return "answer" in parameters and parameters["answer"].default is inspect.Parameter.empty
 
 
 def _load_pairs(data: DataArguments, name: str, split: str) -> Dataset:
@@ -174,8 +178,8 @@ def make_trainer(
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    if args.n_gpu > 1 and "device_map" not in args.model_init_kwargs:
-        # TRL would spread the model's layers over all of them
+    if args.n_gpu > 1 and args.model_init_kwargs.get("device_map") in (None, {"": 0}):
+        # Without a map TRL would spread the model's layers over all of them
         take_one_gpu(args)
         args.model_init_kwargs["device_map"] = {"": 0}
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import transformers.utils.chat_template_utils as templates
+import trl
 from helpers import TEMPLATE, byte_tokenizer, captured_warnings, chat, make_trainer, prompts_dataset
 from transformers import TrainerCallback
 
@@ -13,7 +14,8 @@ from erpo_trl.query.clock import asks_for_the_time, at
 
 # As Llama 3.2's template does it
 DATED = (
-    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+    "{%- endif %}{%- endif %}"
     "{{ 'Today is ' + date_string }}" + TEMPLATE
 )
 CHATS = [chat(text) for text in ("ab", "cde", "fghi", "jkl")] * 2
@@ -25,6 +27,11 @@ NOON = datetime(2026, 3, 7, 12)
     [
         ("{{ strftime_now('%Y-%m-%d') }}", "{{ '2026-03-07' }}"),
         ('{{ strftime_now( "%d %b %Y" ) + x }}', "{{ '07 Mar 2026' + x }}"),
+        (
+            "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}",
+            "{% if true %}{{ '2026' }}{% endif %}",
+        ),
+        ("{% if strftime_now is not defined %}x{% endif %}", "{% if false %}x{% endif %}"),
         ("{{ strftime_now(format) }}", None),
         ("{{ x }}", "{{ x }}"),
     ],
@@ -32,6 +39,13 @@ NOON = datetime(2026, 3, 7, 12)
 def test_the_time_in_place_of_its_calls(template, told):
     assert at(template, NOON) == told
     assert asks_for_the_time(template) is ("strftime" in template)
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "gptoss", "gptoss_training"])
+def test_templates_of_known_models(name):
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    told = at(template, NOON)
+    assert asks_for_the_time(template) and ("2026" in told and "07" in told)
 
 
 class Midnight(TrainerCallback):

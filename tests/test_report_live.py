@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import logged, make_trainer, token_logps
+from helpers import logged, make_trainer, prompts_dataset, token_logps
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from erpo_trl import CollapseCallback, LiveLine
@@ -373,6 +373,12 @@ def test_collapse_warns_once_and_goes_on(tmp_path, caplog):
     assert warnings == [
         "The run may be collapsing: entropy jump at step 5: entropy 5 at step 6, after 1 on average (its running band ends at 1.25)."
     ]
+
+
+def test_an_evaluation_before_training_is_no_collapse(tmp_path):
+    trainer, callback = collapsing(tmp_path, "stop", trainer_kwargs={"eval_dataset": prompts_dataset()})
+    trainer.evaluate()
+    assert callback.found == []
 
 
 def test_collapse_stops_with_a_checkpoint(tmp_path):

@@ -46,8 +46,8 @@ def why_not_shared(model: nn.Module) -> str | None:
 
 def attention_window(config) -> float:
     """How many tokens back the model's sliding attention reaches, itself included; infinity where every layer sees all."""
-    layers = getattr(config, "per_layer_config", None)
-    if layers is not None:  # which may differ in it
+    if getattr(config, "is_heterogeneous", False):  # layers that differ in it
+        layers = config.per_layer_config
         return min(
             (w for w in (getattr(layer, "sliding_window", None) for layer in layers) if w is not None),
             default=math.inf,

@@ -9,6 +9,8 @@ from datetime import datetime
 _NAME = "strftime_now"
 _CALL = re.compile(_NAME + r"""\(\s*(?P<quote>['"])(?P<format>[^'"\\]*)(?P=quote)\s*\)""")
 
+_IS_THERE = re.compile(_NAME + r"\s+is\s+(?P<no>not\s+)?defined")
+
 
 def asks_for_the_time(template) -> bool:
     """Whether a chat template calls what transformers tells it the time by. Args: template: text, or several by name."""
@@ -21,4 +23,5 @@ def at(template: str, now: datetime) -> str | None:
     transformers makes text of whatever a template is given, so that a clock of one's own cannot be handed to it.
     """
     told = _CALL.sub(lambda call: repr(now.strftime(call["format"])), template)
+    told = _IS_THERE.sub(lambda question: "false" if question["no"] else "true", told)
     return None if _NAME in told else told

@@ -17,7 +17,7 @@ from .arrival import ArrivingReference, RunningMeans, drop_long_prompts, sample_
 from .checks import check_model, refuse_images, refuse_unsupported
 from .fingerprint import base_model
 from .likelihood import has_absolute_positions, pass_position_ids
-from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport
+from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport, carries_columns
 from .references import SEVERAL_FEATURES, OtherReferences, load_reference, parse_references
 from .resume import ResumeMixin
 from .rows import collate_rows
@@ -174,7 +174,7 @@ class PreparedReferenceMixin(ResumeMixin):
                 self._population, self._train_queries = report.population, report.queries
                 self.scoring_reports.append(("training", report))
                 self._warn_of_few_effective(report.weight_ess, "training set")
-            elif self.train_dataset is not None and not _carries_columns(self.train_dataset):
+            elif self.train_dataset is not None and not carries_columns(self.train_dataset):
                 self._score_on_arrival(known)
             elif self.train_dataset is not None:
                 self._refuse_what_needs_all_rows("this is a stream that was mapped beforehand", "a map-style data set")
@@ -297,7 +297,7 @@ class PreparedReferenceMixin(ResumeMixin):
             return dataset
         if self._arrival is not None:
             dataset = self._without_long_prompts(dataset)
-        elif not _carries_columns(dataset):
+        elif not carries_columns(dataset):
             raise ValueError(
                 _MAP_RELATIVE
                 if self._population is None
@@ -356,8 +356,3 @@ class PreparedReferenceMixin(ResumeMixin):
         super()._set_signature_columns_if_needed()
         missing = [name for name in self._reference_columns if name not in self._signature_columns]
         self._signature_columns = [*self._signature_columns, *missing]
-
-
-def _carries_columns(dataset) -> bool:
-    """Whether a stream was mapped beforehand, as its first row tells."""
-    return isinstance(dataset, IterableDataset) and set(REFERENCE_FEATURES) <= set(next(iter(dataset), {}))

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset, List, Value
+from datasets import Dataset, IterableDataset, List, Value
 from huggingface_hub.constants import HF_HOME
 from torch import nn
 from tqdm.auto import tqdm
@@ -475,3 +475,8 @@ class DatasetMapper:
             not self.config.disable_tqdm,
         )
         return mapped.with_format(None)
+
+
+def carries_columns(dataset) -> bool:
+    """Whether a stream was mapped beforehand, as its first row tells."""
+    return isinstance(dataset, IterableDataset) and set(REFERENCE_FEATURES) <= set(next(iter(dataset), {}))

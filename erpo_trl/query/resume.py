@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .arrival import RunningMeans
 from .checkpoint import last_whole_checkpoint, read_state, write_state
-from .reference import Reference
+from .reference import Reference, carries_columns
 
 logger = logging.get_logger(__name__)
 
@@ -168,7 +168,8 @@ class ResumeMixin:
                 f"{self.dataset_mapper.reference.fingerprint}: resume with a new trainer."
             )
         self.dataset_mapper.reference = reference
-        if self._template_time is not None and "template_time" in state:
+        # A stream with columns was rendered by whoever mapped it
+        if self._template_time is not None and "template_time" in state and not carries_columns(self.train_dataset):
             self._template_time = self._tell_one_time(datetime.fromisoformat(state["template_time"]))
             self.dataset_mapper.render_with(self._template_arguments())
         if "running_means" in state:

@@ -36,7 +36,11 @@ class StandbyReference:
             why = "all weights are trained"
         elif mapper.reference.adapter:
             why = "its adapter is part of the reference and is trained"
-        elif any(p.requires_grad for name, p in mapper.model.named_parameters() if ".lora_" not in name):
+        elif any(
+            p.requires_grad
+            for name, p in mapper.model.named_parameters()
+            if ".lora_" not in name and ".trainable_tokens_" not in name  # off with the adapter
+        ):
             why = "weights outside its adapter are trained, too"
         else:
             return  # the base model stays as it is; the adapter is turned off

@@ -46,6 +46,7 @@ class CollapseCallback(TrainerCallback):
             raise ValueError(f"on_collapse must be 'warn', 'stop' or a function, found {on_collapse!r}.")
         self.on_collapse, self.rule = on_collapse, rule or BandRule()
         self.found: list[Collapse] = []
+        self._stopping = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._stopping = False
