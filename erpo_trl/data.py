@@ -31,7 +31,7 @@ MATH_LEVELS = (3, 4, 5)
 # How many problems of these levels the ERPO paper trains on, of the 12,000 outside MATH-500.
 PAPER_ROWS = 8523
 # Data sets that go by a name of their own
-NAMED = ("arithmetic", "math_3_5")
+NAMED = ARITHMETIC, MATH_3_5 = ("arithmetic", "math_3_5")
 
 # A row as it was read: where it stands, for messages, and its fields.
 Row = tuple[str, dict]
@@ -395,9 +395,9 @@ def resolve_dataset(name_or_path: str | Path, split: str = "train", revision: st
     Raises: FileNotFoundError; ValueError that says what was looked for and what was found.
     """
     name = str(name_or_path)
-    if name == NAMED[0]:
+    if name == ARITHMETIC:
         return load_arithmetic(split=split, **options)
-    if name == NAMED[1]:
+    if name == MATH_3_5:
         return load_math_levels_3_to_5(split=split, revision=revision, **options)
     if Path(name).is_file() or Path(name).suffix.lower() in READERS:
         rows, source = read_rows(name), name

@@ -316,7 +316,9 @@ def test_window():
     assert attention_window(model_of("gemma2").config) == 64
     assert attention_window(model_of("qwen2").config) == math.inf
     # Set, but no layer slides
-    assert attention_window(model_of("qwen3", sliding_window=8).config) == math.inf
+    whole = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}
+    config = model_of("qwen3", **whole).config
+    assert config.sliding_window == 8 and attention_window(config) == math.inf
 
 
 def test_rows_longer_than_the_window_differ():

@@ -35,9 +35,10 @@ def flops_per_token(backbone: nn.Module) -> float:
 
 def flops_per_pair(config) -> float:
     """Floating-point operations that attention spends on one pair of tokens in all layers: a score and a weighted sum."""
-    layers = getattr(config, "per_layer_config", None)  # layers that differ: Gemma 4's have heads of two sizes
+    # Gemma 4's have heads of two sizes
+    differ = getattr(config, "is_heterogeneous", False)
     total = 0.0
-    for layer in layers if layers is not None else [config] * config.num_hidden_layers:
+    for layer in config.per_layer_config if differ else [config] * config.num_hidden_layers:
         head = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         total += 4.0 * head * layer.num_attention_heads
     return total

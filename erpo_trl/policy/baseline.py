@@ -41,7 +41,7 @@ def check_baseline(config) -> None:
     """Raise for settings that have no meaning without a baseline."""
     if config.advantage_baseline == "group":
         return
-    if str(config.scale_rewards).lower() not in ("none", "false"):
+    if config.scale_rewards != "none":
         raise ValueError(
             f"advantage_baseline='none' takes rewards as they are: set scale_rewards='none', found {config.scale_rewards!r}."
         )

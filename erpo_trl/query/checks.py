@@ -53,11 +53,10 @@ def refuse_images(dataset) -> None:
 
 
 def check_model(model: torch.nn.Module, args) -> None:
-    """Raise for adapters without a reference, or under which a prompt's likelihood depends on its padding; warn of noise in it.
+    """Raise for adapters under which a prompt's likelihood depends on its padding; warn of noise in it.
 
     Args: args: the trainer's config.
     """
-    refuse_native_adapter(model)
     if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ValueError(
             "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand at "

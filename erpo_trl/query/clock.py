@@ -8,7 +8,6 @@ from datetime import datetime
 
 _NAME = "strftime_now"
 _CALL = re.compile(_NAME + r"""\(\s*(?P<quote>['"])(?P<format>[^'"\\]*)(?P=quote)\s*\)""")
-
 _IS_THERE = re.compile(_NAME + r"\s+is\s+(?P<no>not\s+)?defined")
 
 

@@ -98,7 +98,7 @@ class PreparedReferenceMixin(ResumeMixin):
         ] = []  # of the mappings so far: training or evaluation, report
         self._epochs_before_resume = 0
         self._mapped_evaluation: set[str] = set()
-        self._evaluation_streams: list[IterableDataset] = []
+        self._evaluation_streams: list[tuple[IterableDataset, IterableDataset]] = []  # as given, as it is drawn from
         self._few_effective = False  # whether a small effective sample size has been warned of
 
     _prompt_column = "prompt"
@@ -143,11 +143,8 @@ class PreparedReferenceMixin(ResumeMixin):
         return generation_window(self.args.generate_every, self.args.gradient_accumulation_steps)
 
     def _inside_generation(self, step: int) -> bool:
-        """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch."""
-        args, generations = self.args, None
-        if isinstance(self.train_dataset, Dataset):
-            generations = len(self.train_dataset) // (args.generation_batch_size // args.num_generations)
-        return inside_generation(step, args.generate_every, args.gradient_accumulation_steps, generations)
+        """Whether completions are left over after `step` optimizer steps."""
+        return inside_generation(step, self.args, self.train_dataset)
 
     # ---- the reference
 
@@ -293,10 +290,12 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _prepare_stream(self, dataset: IterableDataset) -> IterableDataset:
         """An evaluation stream whose rows are scored as they arrive, or carry their columns."""
-        if any(dataset is known for known in self._evaluation_streams):
-            return dataset
+        for given, prepared in self._evaluation_streams:
+            if dataset is given or dataset is prepared:
+                return prepared
+        prepared = dataset
         if self._arrival is not None:
-            dataset = self._without_long_prompts(dataset)
+            prepared = self._without_long_prompts(dataset)
         elif not carries_columns(dataset):
             raise ValueError(
                 _MAP_RELATIVE
@@ -305,8 +304,8 @@ class PreparedReferenceMixin(ResumeMixin):
                 "after which no reference is at hand: give a map-style evaluation set, or set reference_sample_size, with which "
                 "rows are scored as they arrive."
             )
-        self._evaluation_streams.append(dataset)
-        return dataset
+        self._evaluation_streams.append((dataset, prepared))
+        return prepared
 
     def _warn_of_few_effective(self, share: float, of: str) -> None:
         if self._few_effective or not share < 0.5:

@@ -2,13 +2,17 @@
 
 import math
 
+from datasets import Dataset
 
-def inside_generation(step: int, generate_every: int, accumulation: int, generations: int | None) -> bool:
+
+def inside_generation(step: int, args, dataset) -> bool:
     """Whether completions are left over after `step` optimizer steps; each epoch begins with a new generation batch.
 
-    Args: generate_every, accumulation: as below; generations: generation batches of an epoch, None for a stream.
+    Args: args: a config of TRL's trainers that generate; dataset: the training data, a stream or one with a length.
     """
-    if generations is not None:
+    generate_every, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    if isinstance(dataset, Dataset):
+        generations = len(dataset) // (args.generation_batch_size // args.num_generations)
         # An epoch's last step may have fewer micro-batches than the others
         step %= max(1, math.ceil(generations * generate_every / accumulation))
     return step * accumulation % generate_every != 0

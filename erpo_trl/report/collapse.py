@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.utils import logging
 
@@ -21,8 +20,8 @@ class CollapseCallback(TrainerCallback):
 
     Args:
         on_collapse: `"warn"`: a warning in the log; `"stop"`: also a checkpoint, where `save_strategy` is not `"no"`, and the end of
-            the run, at the end of the generation batch, since no run is resumed from inside one; or a function of the [`~erpo_trl.report.analysis.Collapse`] and transformers'
-            `TrainerControl`, called on every process after the warning, e.g. to lower the drift that an adaptive α holds.
+            the run, at the end of the generation batch, since no run is resumed from inside one; or a function of the
+            [`~erpo_trl.report.analysis.Collapse`] and transformers' `TrainerControl`, called on every process after the warning, e.g. to lower the drift that an adaptive α holds.
         rule: [`~erpo_trl.report.analysis.BandRule`], when a series has left its band.
 
     Example:
@@ -71,24 +70,15 @@ class CollapseCallback(TrainerCallback):
                 self._stopping = True
             elif self.on_collapse != "warn":
                 self.on_collapse(collapse, control)
-        return self._stop(args, state, control, kwargs.get("train_dataloader"))
+        return self._stop(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
-        return self._stop(args, state, control, kwargs.get("train_dataloader"))
+        return self._stop(args, state, control, **kwargs)
 
-    def _stop(self, args, state, control, dataloader) -> TrainerControl:
-        if self._stopping and not _inside_generation(args, state.global_step, dataloader):
+    def _stop(self, args, state, control, train_dataloader=None, **kwargs) -> TrainerControl:
+        generates = hasattr(args, "steps_per_generation")
+        dataset = getattr(train_dataloader, "dataset", None)
+        if self._stopping and not (generates and inside_generation(state.global_step, args, dataset)):
             control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
         return control
-
-
-def _inside_generation(args, step: int, dataloader) -> bool:
-    """Whether completions are left over after this step; never where the trainer generates nothing."""
-    if not hasattr(args, "steps_per_generation"):
-        return False
-    dataset, generations = getattr(dataloader, "dataset", None), None
-    if isinstance(dataset, Dataset):
-        generations = len(dataset) // (args.generation_batch_size // args.num_generations)
-    every = args.steps_per_generation * args.num_iterations
-    return inside_generation(step, every, args.gradient_accumulation_steps, generations)
