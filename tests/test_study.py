@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from erpo_trl.study import measure, plots
 from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
 from erpo_trl.study.records import DIGITS, digits, find_records, read_record, rounded, thinned_log, write_record
-from erpo_trl.study.runner import expected_seconds, run_all
+from erpo_trl.study.runner import _start, expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import gather, write_pages
 from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
@@ -310,6 +311,22 @@ def test_a_folder_belongs_to_one_process(tmp_path):
             with claimed(tmp_path, patience=0):
                 pass
     assert not is_claimed(tmp_path)
+
+
+def test_a_run_starts_though_the_process_that_forks_it_is_ending():
+    """It takes the connection, then ends: stopped, with SIGTERM pending until it goes on."""
+    context = multiprocessing.get_context("forkserver")
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    server = forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    os.kill(server, signal.SIGTERM)
+    threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
+    second = context.Process(target=int)
+    _start(second)
+    second.join()
+    assert second.exitcode == 0 and forkserver._forkserver._forkserver_pid != server
 
 
 @pytest.mark.distributed

@@ -23,6 +23,8 @@ from .worker import main as work_on
 # What a run takes beside its steps (evaluation, loading), in steps: measured on the embedded model
 OVERHEAD_STEPS = 50
 SECONDS_PER_STEP = 1.0  # until a run has been measured
+FORK_ATTEMPTS = 3
+FORK_PAUSE_SECONDS = 0.5
 
 
 def expected_seconds(run: RunSpec, records: Sequence[Record]) -> float:
@@ -106,7 +108,7 @@ def run_all(
                 waiting.remove(fits)
                 arguments = (fits, model, str(work), str(records), questions[fits.slug], commit)
                 process = context.Process(target=work_on, args=arguments, name=fits.slug)
-                process.start()
+                _start(process)
                 active[process.sentinel] = (process, fits, time.monotonic())
             if not active:
                 break
@@ -126,6 +128,16 @@ def run_all(
         outcome.stopped = stop.asked
     outcome.left += [run.slug for run in waiting]
     return outcome
+
+
+def _start(process: multiprocessing.Process) -> None:
+    """Starts a process. The one that forks it may be ending at this moment: `multiprocessing` makes another once it has ended."""
+    for _ in range(FORK_ATTEMPTS - 1):
+        try:
+            return process.start()
+        except (EOFError, ConnectionError):
+            time.sleep(FORK_PAUSE_SECONDS)
+    process.start()
 
 
 def _settle(status: int, run: RunSpec, seconds: float, outcome: Outcome, work: Path, total: int, say) -> None:
