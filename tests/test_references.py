@@ -289,10 +289,13 @@ def test_an_adapters_folder_is_no_reference(tmp_path):
         trainer.train()
 
 
-def test_a_reference_is_loaded_as_trl_loads_the_policy(tmp_path):
-    """In float32, whatever it is stored in."""
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    model = load_reference(str(tmp_path), {}, torch.device("cpu"), sharded=False)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    model = load_reference(str(tmp_path), {"dtype": "bfloat16"}, torch.device("cpu"), sharded=False)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_is_loaded_in_the_policys_dtype(tmp_path, dtype):
+    """Whatever it is stored in, and however the policy was loaded."""
+    stored = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    tiny_model("llama").to(stored).save_pretrained(tmp_path / "other")
+    policy = tiny_model("llama").to(dtype)
+    model = load_reference(str(tmp_path / "other"), policy, {}, torch.device("cpu"), sharded=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())

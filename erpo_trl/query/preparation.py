@@ -82,6 +82,7 @@ class PreparedReferenceMixin(ResumeMixin):
                 self.dataset_mapper,
                 lambda name: load_reference(
                     name,
+                    self.model,
                     self.args.model_init_kwargs or {},
                     self.accelerator.device,
                     is_sharded(self.model) or self.accelerator.is_fsdp2,

@@ -249,8 +249,10 @@ class OtherReferences:
             )
 
 
-def load_reference(name: str, init_kwargs: dict, device: torch.device, sharded: bool) -> torch.nn.Module:
-    """A reference model for the scoring pass, in evaluation mode.
+def load_reference(
+    name: str, policy: torch.nn.Module, init_kwargs: dict, device: torch.device, sharded: bool
+) -> torch.nn.Module:
+    """A reference model for the scoring pass, in evaluation mode, in the policy's dtype.
 
     Raises: ValueError: the processes share a sharded model, whose loader would spread this one as well.
     """
@@ -264,10 +266,12 @@ def load_reference(name: str, init_kwargs: dict, device: torch.device, sharded: 
             f"query_references: {name} is an adapter; merge it into its base (`PeftModel.merge_and_unload`) and give that model, or "
             "the table that a run on it made."
         )
-    names = ("dtype", "attn_implementation", "trust_remote_code")
-    # float32 unless set, as TRL loads the policy
-    kept = {"dtype": "float32"} | {key: init_kwargs[key] for key in names if init_kwargs.get(key) is not None}
-    return AutoModelForCausalLM.from_pretrained(name, **kept).to(device).eval().requires_grad_(False)
+    names = ("attn_implementation", "trust_remote_code")
+    kept = {key: init_kwargs[key] for key in names if init_kwargs.get(key) is not None}
+    # That of the embeddings, which no quantization packs; the policy may be given as an object that TRL has not loaded
+    dtype = policy.get_input_embeddings().weight.dtype
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kept)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def stack_references(
