@@ -63,6 +63,7 @@ PRIVATE_NAMES = {
     "transformers": {
         "Trainer": (
             "get_batch_samples",  # the raw batches of one optimizer step
+            "_run_epoch",  # none of a finished run
             "_get_output_dir",  # where the checkpoint's state goes
         )
     },

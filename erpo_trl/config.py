@@ -125,7 +125,7 @@ class ERPOConfig(ForwardFields, GenerationFields, GRPOConfig):
         require_one_of("trust_region", self.trust_region, ("ratio_clip", *REGIONS))
         for name in ("delta", "delta_low", "delta_high", "ratio_cap", "coef", "delta_target", "delta_rate"):
             value = getattr(self, f"trust_region_{name}")
-            if value is None:
+            if value is None and name not in ("ratio_cap", "delta_rate"):
                 continue
             if not number(f"trust_region_{name}", value) > 0:
                 raise ValueError(f"trust_region_{name} must be > 0, found {value}.")

@@ -843,13 +843,33 @@ def test_dropout_is_said(tmp_path, caplog):
     """With dropout the policy's log-probs are noisy, and so is the drift."""
     transformers_logging.enable_propagation()
     try:
-        make_trainer(tmp_path, model=tiny_model("llama", attention_dropout=0.5))
-        assert "trains with dropout (up to 0.5)" in caplog.text
-        caplog.clear()
+        for disable in (False, True):  # TRL turns off modules, and attention's rate is none
+            make_trainer(tmp_path, model=tiny_model("llama", attention_dropout=0.5), disable_dropout=disable)
+            assert "trains with dropout (up to 0.5)" in caplog.text
+            assert "model_init_kwargs={'attention_dropout': 0.0}" in caplog.text
+            caplog.clear()
         make_trainer(tmp_path, model=tiny_model("llama", attention_dropout=0.0))
         assert "dropout" not in caplog.text
     finally:
         transformers_logging.disable_propagation()
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluations_in_other_weights_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}=True casts the weights"):
+        make_trainer(tmp_path, **{name: True})
+
+
+def test_continuous_batching_of_other_weights_is_refused(tmp_path):
+    """TRL casts them to the compute dtype at the first generation: the reference would be of other weights."""
+    fields = {"use_transformers_continuous_batching": True, "bf16": True}
+    with pytest.raises(ValueError, match=r"casts the weights to torch.bfloat16.*'dtype': 'bfloat16'.*bf16=False"):
+        make_trainer(tmp_path, model=tiny_model("llama"), **fields)
+    with pytest.raises(ValueError, match="casts the weights"):
+        make_trainer(tmp_path, model=lora_model(pretrained=False), **fields)
+    make_trainer(tmp_path, model=tiny_model("llama", dtype=torch.bfloat16), **fields)
+    make_trainer(tmp_path, model=tiny_model("llama", dtype=torch.bfloat16), cast_lm_head_to_fp32=True, **fields)
+    make_trainer(tmp_path, model=tiny_model("llama"), **fields | {"bf16": False})
 
 
 def test_prompt_learning_is_refused(tmp_path):

@@ -215,6 +215,30 @@ def test_a_bad_weight_names_its_row(tmp_path, other, bad):
         )
 
 
+def test_rows_of_one_prompt_have_one_weight(tmp_path, other):
+    """A step scores a query once: which of two weights it took would depend on the order of the rows."""
+    dataset = Dataset.from_dict({"prompt": [*ROWS[:3], ROWS[1]], "domain": [[1.0, 0.0]] * 3 + [[0.0, 1.0]]})
+    fields = {
+        "query_references": {"self": 1.0, "code": {"weight": 0.0, "model": other[1]}},
+        "query_references_column": "domain",
+    }
+    with pytest.raises(ValueError, match="Rows 1 and 3 of the data set have the same prompt, and different 'domain'"):
+        run(tmp_path, tiny_model("llama"), dataset=dataset, **fields)
+
+
+def test_trust_in_remote_code_holds_for_references(tmp_path, monkeypatch, other):
+    seen = {}
+
+    def load(name, policy, init_kwargs, *more):
+        seen.update(init_kwargs)
+        return load_reference(name, policy, init_kwargs, *more)
+
+    monkeypatch.setattr("erpo_trl.query.preparation.load_reference", load)
+    references = {"self": 0.5, "code": {"weight": 0.5, "model": other[1]}}
+    run(tmp_path, tiny_model("llama"), query_references=references, trust_remote_code=True)
+    assert seen["trust_remote_code"] is True
+
+
 def test_evaluation_and_resume(tmp_path, other):
     """Evaluation data gets the other references, too; a resumed run must name the same ones."""
     references = {"self": 0.5, "code": {"weight": 0.5, "model": other[1]}}
@@ -271,6 +295,10 @@ def test_another_tokenizer_is_refused(tmp_path):
         (
             {"query_references": {"self": 0.9}, "query_references_mode": "mixture", "query_kl_level": "sequence"},
             "needs weights that sum to 1, those of query_references sum to 0.9",
+        ),
+        (
+            {"query_references": {"self": 1.0}, "query_references_column": 3},
+            "query_references_column must be a column's name, found 3",
         ),
         ({"query_references_column": "domain"}, "query_references_column is about several references"),
     ],

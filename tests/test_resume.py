@@ -85,6 +85,66 @@ def test_remaining_steps_equal_the_uninterrupted_run(tmp_path, interrupted):
         torch.testing.assert_close(value, whole.model.state_dict()[name], atol=1e-7, rtol=1e-6)
 
 
+class InterruptedOnce(TrainerCallback):
+    """Ctrl-C once, in the middle of the first step."""
+
+    def __init__(self):
+        self.pending = True
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.pending:
+            self.pending = False
+            raise KeyboardInterrupt
+
+
+def test_training_again_in_the_same_object_begins_with_new_completions(tmp_path, raw_advantages):
+    """As after Ctrl-C in a notebook: TRL would go on with what is left of the last generation."""
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+    whole = build(tmp_path / "whole", **settings)
+    expected = Recorder().attach(whole)
+    whole.train()
+    again = build(tmp_path / "again", **settings)
+    again.add_callback(InterruptedOnce())
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    found = Recorder().attach(again)
+    again.train()
+    assert prompts_per_step(found) == prompts_per_step(expected)
+    # TRL shuffles the rows of a generation, so sums are rounded in another order
+    assert logged(again, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-4, abs=1e-6)
+    for name, value in again.model.state_dict().items():
+        torch.testing.assert_close(value, whole.model.state_dict()[name], atol=1e-6, rtol=1e-5)
+
+
+def test_resume_in_the_same_object_equals_one_in_a_new_one(tmp_path, raw_advantages):
+    """A run ends inside a generation batch, is made longer, and resumed from the checkpoint before."""
+    settings = {"max_steps": 6, "num_iterations": 2, "save_steps": 2}
+    whole = build(tmp_path / "whole", **settings)
+    expected = Recorder().attach(whole)
+    whole.train()
+    short = build(tmp_path / "short", **settings | {"max_steps": 3})
+    short.train()
+    shutil.rmtree(tmp_path / "short" / "run" / "checkpoint-3", ignore_errors=True)
+    short.args.max_steps = 6
+    found = Recorder().attach(short)
+    short.train(resume_from_checkpoint=True)
+    assert prompts_per_step(found) == prompts_per_step(expected)[2:]
+    assert logged(short, "loss")[-4:] == pytest.approx(logged(whole, "loss")[-4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 7}, {"max_steps": 5}, {"num_train_epochs": 1.4}])
+def test_a_finished_run_makes_no_step(tmp_path, interrupted, caplog, limit):
+    """As a job that is queued again after its end: the weights are the checkpoint's, and the log says why."""
+    trainer = build(tmp_path, **limit)
+    with captured_warnings(caplog):
+        trainer.train(resume_from_checkpoint=checkpoint(tmp_path))
+    assert "checkpoint-7 is at step 7" in caplog.text and "it is finished, no step was made" in caplog.text
+    assert trainer.state.global_step == 7
+    saved = tiny_model("qwen2").from_pretrained(checkpoint(tmp_path)).state_dict()
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, saved[name])
+
+
 def test_each_prompt_once_in_the_resumed_epoch(tmp_path, interrupted):
     """Epoch 2 uses each of its ten prompts once, before and after the interruption together."""
     _, record = interrupted

@@ -8,6 +8,23 @@ from .metrics import StepMoves
 # the first bound of which more than the second share goes one way is another temperature, top-p or top-k.
 _MEAN_SHIFT, _ONE_SIDED, _TOKENS = 2e-3, 0.5, 64
 
+# Of what shifts or cuts the distribution that vLLM samples from, the values that leave it alone: fields of TRL's and sampling
+# parameters of vLLM's. `bad_words` may be empty; a stop at min_tokens 0 forbids no end
+_NEUTRAL = {
+    "top_p": (1.0,),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "vllm_structured_outputs_regex": (None,),
+}
+
 
 def refuse_filtered_log_probs(args, logprobs_mode: str) -> None:
     """Raise where the engine's log-probs are, by their settings, not the policy's.
@@ -23,16 +40,17 @@ def refuse_filtered_log_probs(args, logprobs_mode: str) -> None:
             f"trust_region={args.trust_region!r} would see a move that is none. Set temperature itself."
         )
     if logprobs_mode == "processed_logprobs":
-        neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
         # What TRL hands to the engine beside its own fields beats them
-        asked = {name: getattr(args, name) for name in neutral} | (args.generation_kwargs or {})
-        found = {name: asked[name] for name, values in neutral.items() if asked[name] not in values}
+        asked = {name: getattr(args, name) for name in _NEUTRAL if hasattr(args, name)} | (
+            args.generation_kwargs or {}
+        )
+        found = {name: asked[name] for name, values in _NEUTRAL.items() if name in asked and asked[name] not in values}
         if found:
             settings = ", ".join(f"{name}={value}" for name, value in found.items())
             raise ValueError(
                 f"trust_region={args.trust_region!r} compares the policy with the rollout's log-probs, which vLLM renormalises "
                 f"over the tokens that {settings} leave; the policy's are over the whole vocabulary. Set "
-                f"{', '.join(f'{name}={values[0]}' for name, values in neutral.items() if name in found)}, or run the server "
+                f"{', '.join(f'{name}={_NEUTRAL[name][0]}' for name in found)}, or run the server "
                 "with --logprobs-mode raw_logprobs at temperature 1."
             )
     elif logprobs_mode == "raw_logprobs":
@@ -68,6 +86,6 @@ def refuse_one_sided_rollout(steps: Sequence[StepMoves], trust_region: str) -> b
     raise ValueError(
         f"The rollout's log-probs are not the policy's: before any update |π - μ| is {mean_shift:.3g} on average, and π - μ "
         f"{mean_signed:+.3g}, so the rollout is {sharper} throughout. Its log-probs must be at the trainer's temperature and "
-        f"over the whole vocabulary (no top-p, top-k or min-p), or trust_region={trust_region!r} sees a move that is none. "
+        f"over the whole vocabulary (no top-p, top-k, min-p, penalties or constraints), or trust_region={trust_region!r} sees a move that is none. "
         "Rollouts of another policy on purpose: set trust_region_check_rollout=False."
     )

@@ -22,6 +22,12 @@ def refuse_unsupported(given: dict) -> None:
             "enable_jit_checkpoint=True may save inside a generation batch, from where a run cannot be resumed: unset it. On "
             "SIGTERM this trainer saves by itself, after the first step that a run can be resumed from."
         )
+    for name, instead in (("bf16_full_eval", "bf16"), ("fp16_full_eval", "fp16")):
+        if getattr(given.get("args"), name, False):
+            raise ValueError(
+                f"{name}=True casts the weights for an evaluation, for good, and the reference was scored with those of training: "
+                f"unset it. With {instead}=True evaluations run in {instead} as training does."
+            )
     evaluation = given.get("eval_dataset")
     for dataset in (
         given.get("train_dataset"),
@@ -62,11 +68,13 @@ def check_model(model: torch.nn.Module, args) -> None:
             "Prompt-learning adapters (prompt tuning, prefix tuning, p-tuning) are not supported: their virtual tokens stand at "
             "a distance from the prompt that depends on its padding, and so would its likelihood. Use LoRA."
         )
-    rate = 0.0 if args.disable_dropout else dropout_rate(model)
+    refuse_cast_weights(model, args)
+    rate = dropout_rate(model)
     if rate:
         logger.warning(
             f"The model trains with dropout (up to {rate:g}), so its query log-probs are noisy and query/kl is not 0 at the "
-            "first step. Set disable_dropout=True, or the dropout rates to 0, to measure and hold drift alone."
+            "first step. To measure and hold drift alone, set disable_dropout=True, and for attention, which it leaves as it is, "
+            "attention_dropout=0 in the model's config (model_init_kwargs={'attention_dropout': 0.0})."
         )
     if args.neftune_noise_alpha:
         logger.warning(
@@ -82,6 +90,29 @@ def check_model(model: torch.nn.Module, args) -> None:
                 "others in training, together with its completion, than it was scored with, and query/kl holds the difference. Keep "
                 f"{' + '.join(names)} within {length} to measure and hold drift alone."
             )
+
+
+def refuse_cast_weights(model: torch.nn.Module, args) -> None:
+    """Raise where TRL would cast the weights that the reference was scored with: for continuous batching it does so at every
+    generation, for good."""
+    if not getattr(args, "use_transformers_continuous_batching", False) or not (args.bf16 or args.fp16):
+        return
+    asked, name = (torch.bfloat16, "bf16") if args.bf16 else (torch.float16, "fp16")
+    base = base_model(model)
+    kept = base.get_output_embeddings() if args.cast_lm_head_to_fp32 else None
+    kept = set() if kept is None else set(kept.parameters())
+    adapter = is_peft_model(model)
+    found = {
+        weight.dtype
+        for weight in model.parameters()
+        if weight.is_floating_point() and weight not in kept and not (adapter and weight.requires_grad)
+    }
+    if found - {asked}:
+        raise ValueError(
+            f"use_transformers_continuous_batching with {name}=True: TRL casts the weights to {asked} at the first generation, "
+            f"found {', '.join(sorted(map(str, found)))}; the reference would be that of other weights. Load them so "
+            f"(model_init_kwargs={{'dtype': '{str(asked).removeprefix('torch.')}'}}), or set {name}=False."
+        )
 
 
 def refuse_native_adapter(model: torch.nn.Module) -> None:

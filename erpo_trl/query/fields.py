@@ -291,6 +291,10 @@ class QueryFields:
                 if getattr(self, name) != value:
                     raise ValueError(f"{name} is about several references: set query_references.")
             return
+        if not isinstance(self.query_references_column, str | None):
+            raise ValueError(
+                f"query_references_column must be a column's name, found {self.query_references_column!r}."
+            )
         specs = parse_references(self.query_references)
         self.query_references = (
             json.loads(self.query_references) if isinstance(self.query_references, str) else self.query_references

@@ -83,7 +83,7 @@ class PreparedReferenceMixin(ResumeMixin):
                 lambda name: load_reference(
                     name,
                     self.model,
-                    self.args.model_init_kwargs or {},
+                    {"trust_remote_code": self.args.trust_remote_code, **(self.args.model_init_kwargs or {})},
                     self.accelerator.device,
                     is_sharded(self.model) or self.accelerator.is_fsdp2,
                 ),
@@ -97,7 +97,7 @@ class PreparedReferenceMixin(ResumeMixin):
         self.scoring_reports: list[
             tuple[str, ScoringReport]
         ] = []  # of the mappings so far: training or evaluation, report
-        self._epochs_before_resume = 0
+        self._epochs_before_resume = self._steps_before_resume = 0
         self._mapped_evaluation: set[str] = set()
         self._evaluation_streams: list[tuple[IterableDataset, IterableDataset]] = []  # as given, as it is drawn from
         self._few_effective = False  # whether a small effective sample size has been warned of

@@ -186,7 +186,20 @@ class OtherReferences:
                     f"{', '.join(names)}; found {value!r}."
                 )
             rows.append(value)
-        return np.array(rows, dtype=np.float32)
+        weights = np.array(rows, dtype=np.float32)
+        self._refuse_two_weights(dataset, weights)
+        return weights
+
+    def _refuse_two_weights(self, dataset: Dataset, weights: np.ndarray) -> None:
+        """Raise for rows of one prompt with different λ: a step scores a query once, for all of its rows."""
+        first: dict[tuple, int] = {}
+        for row, (name, span) in enumerate(zip(dataset["query_fingerprint"], dataset["query_span"])):
+            same = first.setdefault((name, *span), row)
+            if (weights[row] != weights[same]).any():
+                raise ValueError(
+                    f"Rows {same} and {row} of the data set have the same prompt, and different {self.column!r}: "
+                    f"{weights[same].tolist()} and {weights[row].tolist()}. Give all rows of a prompt the same."
+                )
 
     def _logps(self, spec: ReferenceSpec, dataset: Dataset, tokens: list[int]) -> list[np.ndarray]:
         """(T-1,) log-probs of each row's prompt under one reference."""

@@ -163,6 +163,15 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
             keys.append(span_key(ids, span))
         return keys
 
+    def _generate_single_turn(self, *args, **kwargs):
+        training = self.model.training
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            self.model.train(
+                training
+            )  # after continuous batching TRL leaves it in training mode, also in an evaluation
+
     # ---- the optimizer step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

@@ -100,11 +100,12 @@ class ResumeMixin:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
         state = read_state(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._epochs_before_resume = 0
+        self._epochs_before_resume = self._steps_before_resume = 0
         if state is not None:
             with open(os.path.join(resume_from_checkpoint, "trainer_state.json")) as file:
                 progress = json.load(file)
             self._epochs_before_resume = int(progress["epoch"])
+            self._steps_before_resume = progress["global_step"]
             self._resume_reference(state)
         # Before the checkpoint's weights are loaded: the model still is what the user handed over
         self.prepare_reference()
@@ -117,6 +118,7 @@ class ResumeMixin:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """TRL's, against the checkpoint's reference. On SIGTERM it saves a checkpoint and raises SystemExit(143)."""
         resume_from_checkpoint = self.prepare_training(resume_from_checkpoint)
+        self._forget_generation()
         stop = SaveOnTermination(lambda step: not self._inside_generation(step))
         self.add_callback(stop)
         try:
@@ -126,6 +128,11 @@ class ResumeMixin:
             self.remove_callback(stop)
         if self.state.global_step == 0 < self.state.max_steps:
             raise ValueError(f"Training made no step: {self._too_little_data()}.")
+        if self.state.global_step == self._steps_before_resume > 0:
+            logger.warning(
+                f"{resume_from_checkpoint} is at step {self.state.global_step}, and the run has {self.state.max_steps}: it is "
+                "finished, no step was made. To go on, raise max_steps or num_train_epochs."
+            )
         if stop.agreed and self.state.global_step < self.state.max_steps:
             logger.warning(
                 f"Terminated by SIGTERM after step {self.state.global_step} of {self.state.max_steps}; the checkpoint is in "
@@ -133,6 +140,21 @@ class ResumeMixin:
             )
             raise SystemExit(128 + signal.SIGTERM)
         return result
+
+    def _forget_generation(self) -> None:
+        """Begin with a new generation batch, also where this trainer has trained before: TRL would go on with what is left of
+        the last one, whose completions are of other weights and prompts."""
+        self._step, self._buffered_inputs = 0, None
+        self._last_loaded_step = -1  # vLLM's weights are of that run, too
+        self._step_batches.clear()
+        self._step_queue.clear()
+
+    def _run_epoch(self, *args, **kwargs):
+        # transformers asks only after a step whether it was the last: a finished run that is resumed would make one more
+        if self.state.global_step >= self.state.max_steps > 0:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _too_little_data(self) -> str:
         return (
