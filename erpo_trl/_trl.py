@@ -14,6 +14,7 @@ PRIVATE_NAMES = {
     "trl.trainer.grpo_trainer": {
         "GRPOTrainer": (
             "_tokenize_prompts",  # the ids generation uses; the reference scores the same
+            "_generate_single_turn",  # in the model's mode
             "_generate_and_score_completions",  # rows gain the reference columns here
             "_calculate_rewards",  # the rewards of all processes, for advantages without a baseline
             "_prepare_inputs",  # a step's micro-batches are settled here
@@ -28,6 +29,7 @@ PRIVATE_NAMES = {
     "trl.trainer.rloo_trainer": {
         "RLOOTrainer": (  # for what GRPOTrainer's are
             "_tokenize_prompts",
+            "_generate_single_turn",
             "_generate_and_score_completions",
             "_prepare_inputs",
             "_get_per_token_logps_and_entropies",

@@ -31,9 +31,11 @@ from helpers import (
     tiny_model,
     token_logps,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from erpo_trl import DatasetMapper, ERPOTrainer
+from erpo_trl import DatasetMapper, ERPORLOOTrainer, ERPOTrainer
+from erpo_trl.demo import MODEL_DIR
 
 # ------------------------------------------------------------------------------------------------------------------ metrics
 LAYOUTS = {
@@ -670,3 +672,32 @@ def test_preset_fills_only_what_was_left_unset(tmp_path):
     config = make_config(tmp_path, preset="paper", query_kl_estimator="k2", query_weight_clip=[0.5, 3.0])
     assert config.query_kl_estimator == "k2" and list(config.query_weight_clip) == [0.5, 3.0]
     assert config.query_weight == "nll_ratio"
+
+
+@pytest.mark.parametrize("cls", [ERPOTrainer, ERPORLOOTrainer])
+def test_evaluation_under_continuous_batching_stays_one(tmp_path, cls):
+    """TRL leaves the model in training mode after each generation: the next batches would be those of the last step."""
+    fields = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
+        "per_device_eval_batch_size": 2,
+        "eval_strategy": "steps",
+    }
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        cls=cls,
+        tokenizer=AutoTokenizer.from_pretrained(MODEL_DIR),
+        dataset=prompts_dataset(["1+2=", "3+4="]),
+        trainer_kwargs={"eval_dataset": prompts_dataset(["5+6=", "7+8=", "9+0="])},
+        **fields,
+    )
+    seen, settle = [], trainer._settle
+    trainer._settle = lambda batches: seen.append((trainer.model.training, batches)) or settle(batches)
+    trainer.train()
+    evaluated = [batch for training, batches in seen if not training for batch in batches]
+    decode = trainer.processing_class.batch_decode
+    texts = {text for batch in evaluated for text in decode(batch["prompt_ids"], skip_special_tokens=True)}
+    assert texts == {"5+6=", "7+8=", "9+0="}
+    assert len([log for log in trainer.state.log_history if "eval_query/kl" in log]) == 1

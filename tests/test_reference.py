@@ -860,6 +860,11 @@ def test_evaluations_in_other_weights_are_refused(tmp_path, name):
         make_trainer(tmp_path, **{name: True})
 
 
+def test_layers_replaced_after_scoring_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="use_liger_kernel=True replaces layers.*'use_kernels': True"):
+        make_trainer(tmp_path, use_liger_kernel=True)
+
+
 def test_continuous_batching_of_other_weights_is_refused(tmp_path):
     """TRL casts them to the compute dtype at the first generation: the reference would be of other weights."""
     fields = {"use_transformers_continuous_batching": True, "bf16": True}

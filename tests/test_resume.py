@@ -145,6 +145,24 @@ def test_a_finished_run_makes_no_step(tmp_path, interrupted, caplog, limit):
         assert torch.equal(value, saved[name])
 
 
+def test_without_the_skip_generations_are_counted_from_the_resume(tmp_path, raw_advantages):
+    """Nine prompts, three micro-batches a generation, two a step: an epoch has five steps, the last of one micro-batch."""
+    settings = {"per_device_train_batch_size": 2, "steps_per_generation": 3, "gradient_accumulation_steps": 2}
+    settings |= {"num_train_epochs": 1, "save_steps": 3, "max_steps": 3}
+    build(tmp_path, prompts_dataset(TEN[:9]), **settings).train()
+    resumed = build(tmp_path, prompts_dataset(TEN[:9]), **settings | {"max_steps": 8, "ignore_data_skip": True})
+    believed, real = [], []
+
+    class Compare(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            believed.append(resumed._inside_generation(state.global_step))
+            real.append(resumed._step % 3 != 0)
+
+    resumed.add_callback(Compare())
+    resumed.train(resume_from_checkpoint=checkpoint(tmp_path, step=3))
+    assert believed == real and len(real) == 5 and len(set(real)) == 2
+
+
 def test_each_prompt_once_in_the_resumed_epoch(tmp_path, interrupted):
     """Epoch 2 uses each of its ten prompts once, before and after the interruption together."""
     _, record = interrupted

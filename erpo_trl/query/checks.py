@@ -22,6 +22,11 @@ def refuse_unsupported(given: dict) -> None:
             "enable_jit_checkpoint=True may save inside a generation batch, from where a run cannot be resumed: unset it. On "
             "SIGTERM this trainer saves by itself, after the first step that a run can be resumed from."
         )
+    if getattr(given.get("args"), "use_liger_kernel", False):
+        raise ValueError(
+            "use_liger_kernel=True replaces layers when training starts, after the reference was scored with the others: unset it. "
+            "TRL's own successor, model_init_kwargs={'use_kernels': True}, replaces them when the model is loaded."
+        )
     for name, instead in (("bf16_full_eval", "bf16"), ("fp16_full_eval", "fp16")):
         if getattr(given.get("args"), name, False):
             raise ValueError(

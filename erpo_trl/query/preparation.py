@@ -145,7 +145,9 @@ class PreparedReferenceMixin(ResumeMixin):
 
     def _inside_generation(self, step: int) -> bool:
         """Whether completions are left over after `step` optimizer steps."""
-        return inside_generation(step, self.args, self.train_dataset)
+        # Without the skip an epoch begins where the run is resumed
+        begun = self._steps_before_resume if self.args.ignore_data_skip else 0
+        return inside_generation(step - begun, self.args, self.train_dataset)
 
     # ---- the reference
 

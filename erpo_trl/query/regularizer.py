@@ -168,9 +168,9 @@ class QueryRegularizerMixin(PreparedReferenceMixin):
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
-            self.model.train(
-                training
-            )  # after continuous batching TRL leaves it in training mode, also in an evaluation
+            # After continuous batching TRL leaves it in training mode, also in an evaluation
+            if self.model.training != training:
+                self.model.train(training)
 
     # ---- the optimizer step
 
