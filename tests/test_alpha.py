@@ -10,6 +10,7 @@ from helpers import (
     Recorder,
     assert_grads_close,
     byte_tokenizer,
+    captured_warnings,
     distinct_queries,
     double_copy,
     fixed_rollouts,
@@ -200,3 +201,16 @@ def test_hinge_gradient(tmp_path, monkeypatch):
 def test_refusals(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         make_config(tmp_path, **fields)
+
+
+def test_k1_as_a_penalty_is_warned_of(tmp_path, caplog):
+    """Its gradient is that of the likelihood, whatever the drift; with k2 and k3, or where it only measures, nothing is said."""
+    for fields, said in [
+        ({"query_kl_estimator": "k1"}, True),
+        ({"query_kl_estimator": "k1", "query_kl_coef": 0}, False),
+        ({"query_kl_estimator": "k2"}, False),
+    ]:
+        caplog.clear()
+        with captured_warnings(caplog):
+            make_config(tmp_path, **fields)
+        assert ("lowers that of the prompts without end" in caplog.text) == said

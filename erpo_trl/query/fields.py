@@ -46,7 +46,8 @@ class QueryFields:
             `1e-2` (paper section 5.1).
         query_kl_estimator (`str`, *optional*):
             Estimator of the drift, a function of x = log P_0 - log P_θ: `"k1"` (-x), `"k2"` (x²/2) or `"k3"`
-            (e^x - x - 1). Preset `paper`: `"k3"` (paper section 4.2).
+            (e^x - x - 1). k1 measures and does not hold: its gradient is that of the likelihood, at any drift. Preset `paper`:
+            `"k3"` (paper section 4.2).
         query_kl_level (`str`, *optional*):
             `"token"`: estimator per token, averaged over the query's scored tokens. `"sequence"`: estimator on the sum of
             x over the query. Preset `paper`: `"token"` (authors' release; the paper is silent).
@@ -235,6 +236,11 @@ class QueryFields:
                 "the query's tokens."
             )
         self._check_alpha()
+        if self.query_kl_estimator == "k1" and self.query_kl_coef > 0:
+            logger.warning(
+                "query_kl_estimator='k1' is linear in the likelihood: as a penalty it lowers that of the prompts without end, "
+                "whatever the drift. Use 'k2' or 'k3' to hold the drift, or query_kl_coef=0 to measure it alone."
+            )
         self._check_weights()
         self._check_references()
         require_whole("reference_batch_tokens", self.reference_batch_tokens, "tokens")
