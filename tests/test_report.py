@@ -3,6 +3,7 @@
 import base64
 import html.parser
 import json
+import os
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ pytest.importorskip("matplotlib")
 
 from erpo_trl import cli, make_report
 from erpo_trl.report import command
-from erpo_trl.report.figures import band, bin_edges, histogram, ratio_clip_grid
+from erpo_trl.report.figures import band, bin_edges, histogram, live_images, ratio_clip_grid
 from erpo_trl.report.grouping import group_key
 from erpo_trl.report.query_log import read_queries
-from erpo_trl.report.runs import distinct_names, load_run
+from erpo_trl.report.runs import distinct_names, load_run, shared_name
 
 SERIES = {"entropy": lambda s: 0.5 + s / 100, "reward": lambda s: s / 100, "query/weight_ess": lambda s: 0.9}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -215,6 +216,8 @@ def test_collapse_and_lag_are_told(tmp_path):
     steps = range(1, 41)
     jump = lambda s: 0.5 if s <= 30 else 3.0  # noqa: E731
     log = line_log(steps, entropy=lambda s: jump(s) + 0.001 * (s % 2), reward=lambda s: 0.5 + 0.01 * (s % 2))
+    for entry in log:
+        entry["rewards/accuracy_reward/mean"] = entry["reward"]
     data = make_report([write_run(tmp_path / "run", log)], tmp_path / "out")
     assert data["collapses"] == [{"label": "run", "kind": "entropy jump", "step": 31, "noticed": 32}]
     assert lines(data, "entropy")["run"]["marked"] == [31]
@@ -274,6 +277,91 @@ def test_the_newest_state_is_read(tmp_path):
     assert load_run(run / "checkpoint-9").steps == 9
 
 
+@pytest.mark.parametrize("root_is_newer", [True, False])
+def test_another_runs_state_in_the_folder_is_told_apart(tmp_path, root_is_newer):
+    """A longer run left its checkpoint behind, or was begun in the folder of a shorter one: the log that is newer counts."""
+    run = write_run(tmp_path / "run", line_log((10, 20), reward=lambda s: 0.9))
+    write_run(run, line_log((10, 20, 30), reward=lambda s: 0.1), checkpoint=30)
+    os.utime((run if root_is_newer else run / "checkpoint-30") / "trainer_state.json", (2e9, 2e9))
+    found = load_run(run)
+    assert (found.steps, found.log[0]["reward"]) == ((20, 0.9) if root_is_newer else (30, 0.1))
+    [note] = [note for note in found.notes if "of another run in the same folder" in note]
+    assert ("checkpoint-30" in note) == root_is_newer
+
+
+def test_a_run_killed_while_saving_is_read_from_the_checkpoint_before(tmp_path):
+    run = write_run(tmp_path / "run", line_log((10,)), checkpoint=10)
+    (run / "checkpoint-20").mkdir()
+    (run / "checkpoint-30").mkdir()
+    (run / "checkpoint-30" / "trainer_state.json").write_text('{"log_hist')
+    assert load_run(run).steps == 10
+    (run / "checkpoint-10" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-30.trainer_state\.json cannot be read as JSON"):
+        load_run(run)
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["erpo-seed0", "erpo-seed1"], "erpo"),
+        (["erpo-seed10", "erpo-seed11"], "erpo"),
+        (["runs1", "runs2"], "runs"),
+        (["bias0", "bias1"], "bias"),
+        (["weights-1", "weights-2"], "weights"),
+        (["run_s1", "run_s12"], "run"),
+        (["2026-12-01", "2026-12-02"], "2026-12"),
+        (["erpo2", "erpo2b"], "erpo2"),
+        (["a-erpo", "b-erpo"], "erpo"),
+        (["0", "1"], ""),
+    ],
+)
+def test_what_names_of_seeds_share(names, label):
+    assert shared_name(names) == label
+
+
+def test_other_rewards_are_no_accuracy(tmp_path):
+    """A mean reward of 1.7 beside an accuracy of 0.4 is no gap of 130 points."""
+    run = write_run(tmp_path / "run", line_log(range(1, 13), reward=lambda s: 1.7 + 0.01 * (s % 3)))
+    write_evaluation(run / "eval", run, {"a": {"1": 0.4}})
+    data = make_report([run], tmp_path / "out")
+    assert data["gaps"] == [] and all(entry["with"] == "entropy" for entry in data["cross_lag"])
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "run has no evaluated checkpoint, or was not trained with accuracy_reward" in text
+    assert "too few logs of Query-KL and accuracy in run" in text
+
+
+def test_a_checkpoint_evaluated_twice_hides_no_other(tmp_path):
+    run = write_run(tmp_path / "run", line_log())
+    write_evaluation(run / "e10", run / "checkpoint-10", {"a": {"1": 0.1}})
+    write_evaluation(run / "e20", run / "checkpoint-20", {"a": {"1": 0.2}})
+    write_evaluation(run / "again", run / "checkpoint-20", {"a": {"1": 0.4}}, samples=8)
+    accuracy = lines(make_report([run], tmp_path / "out"), "learning", 1)["run"]
+    assert accuracy["x"] == [10, 20] and accuracy["y"] == pytest.approx([0.1, 0.3])
+
+
+def test_numbers_that_are_not_finite_are_left_out_and_counted(tmp_path):
+    """An overflow in one query must not take the report, nor the images of a run that goes on."""
+    nan, inf = float("nan"), float("inf")
+    kept = {40: queries([nan, 2, inf, 3], [1, 2, 3, 4], weight=[nan, 1.0, 0.5, inf])}
+    run = write_run(tmp_path / "run", line_log(**SERIES), queries=kept)
+    data = make_report([run], tmp_path / "out")
+    assert data["plots"]["nll"]["panels"][0]["x"] == [2, 3]
+    assert data["plots"]["weights"]["edges"][0] == 0.5 and data["plots"]["weights"]["edges"][-1] == 1.0
+    assert "Weights of 2 of 4 queries are no finite numbers" in (tmp_path / "out" / "report.md").read_text()
+    columns = {name: np.array([nan, 1.0, inf], dtype=np.float32) for name in ("weight", "nll_drift")}
+    images = live_images(line_log(), {"step": np.array([1, 1, 1]), "kl": np.full(3, nan), **columns})
+    assert set(images) == {"plots/curves", "plots/queries"}
+
+
+def test_many_files_of_queries_are_read_once(tmp_path, monkeypatch):
+    """Not each against all before it: a run that writes one a step has thousands."""
+    run = write_run(tmp_path / "run", line_log(), queries={step: queries([step], [1]) for step in range(1, 41)})
+    reads, isin = [], np.isin
+    monkeypatch.setattr(np, "isin", lambda steps, known: reads.append(len(steps)) or isin(steps, known))
+    assert read_queries(run)["nll"].tolist() == list(range(1, 41))
+    assert sum(reads) == 40
+
+
 def test_a_later_file_of_queries_replaces_the_steps_of_an_earlier(tmp_path):
     run = write_run(tmp_path / "run", line_log(), queries={10: queries([1], [1])})
     write_run(tmp_path / "more", line_log(), queries={10: queries([5], [5])})
@@ -315,7 +403,8 @@ def test_html_needs_nothing_else(tmp_path, drawn):
     stored = [path.read_bytes() for path in (tmp_path / "out").glob("*.png")]
     assert pictures and sorted(pictures) == sorted(stored) and all(picture.startswith(PNG) for picture in pictures)
     assert (
-        "&lt;script src=x&gt;&amp;|" in page and "<script src=x>&\\|" in (tmp_path / "out" / "report.md").read_text()
+        "&lt;script src=x&gt;&amp;|" in page
+        and "&lt;script src=x>&\\|" in (tmp_path / "out" / "report.md").read_text()
     )
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg", ".html", ".md", ".json"}
 
@@ -325,10 +414,23 @@ def test_command_writes_and_writes_again(tmp_path, capsys):
     output = tmp_path / "deep" / "out"
     assert cli.main(["report", *runs, "--output", str(output)]) == 0
     assert f"Written to {output}" in capsys.readouterr().out
-    (output / "stale.png").touch()
-    assert cli.main(["report", runs[2], "--output", str(output), "--names", "alone"]) == 0
-    assert not (output / "stale.png").exists() and "alone" in (output / "report.md").read_text()
+    # A plot that this run has not the data for goes; what a user put beside the report stays
+    assert (output / "entropy.png").exists()
+    (output / "mine").mkdir()
+    (output / "mine" / "notes.txt").write_text("mine")
+    bare = write_run(tmp_path / "bare", line_log())
+    assert cli.main(["report", str(bare), "--output", str(output), "--names", "alone"]) == 0
+    assert not (output / "entropy.png").exists() and "alone" in (output / "report.md").read_text()
+    assert (output / "mine" / "notes.txt").read_text() == "mine"
     assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_an_output_below_a_file_is_refused_before_the_work(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", line_log())
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "build", lambda *args: 1 / 0)
+    with pytest.raises(ValueError, match=r"file/out cannot be made: .*file is no folder"):
+        make_report([run], tmp_path / "file" / "out")
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ def test_pearson_by_hand():
     # x - mean = (-1, 0, 1), y - mean = (-1, 2, -1): product 0;  and (-1, 0, 1)·(-3, 1, 2) = 5 over sqrt(2 · 14)
     assert pearson([1, 2, 3], [1, 4, 1]) == 0.0
     assert pearson([1, 2, 3], [0, 4, 5]) == pytest.approx(5 / math.sqrt(28))
+    assert math.isnan(pearson([0.1 + 0.2] * 7, range(7))), "a mean that is rounded makes no variation"
     assert math.isnan(pearson([1, 1, 1], [1, 2, 3])) and math.isnan(pearson([1], [1]))
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import re
 import sqlite3
 import struct
@@ -338,6 +339,29 @@ def test_without_matplotlib_the_histograms_still_go(tmp_path, monkeypatch, caplo
     short_run(tmp_path, report_to="tensorboard")
     assert [(step, len(histograms), images) for _, step, histograms, images in sent] == [(2, 3, {}), (3, 3, {})]
     assert sum("Without matplotlib no plots" in record.message for record in caplog.records) == 1
+
+
+def test_what_is_not_finite_is_not_sent(tmp_path, monkeypatch):
+    """W&B raises for one NaN: a drift that overflows once must not end the training it is shown of."""
+    pytest.importorskip("tensorboard")
+    sent = []
+    monkeypatch.setattr("erpo_trl.report.query_log.TRACKERS", {"tensorboard": lambda *content: sent.append(content)})
+    trainer = make_trainer(tmp_path, max_steps=1, query_log_steps=1, report_to="tensorboard")
+    close = trainer._query_metrics["train"].close
+
+    def broken(rows):
+        mean, latest = close(rows), trainer.latest_queries
+        latest.kl[0], latest.nll_drift[:] = math.inf, math.nan
+        return mean
+
+    trainer._query_metrics["train"].close = broken
+    trainer.train()
+    [(_, _, histograms, images)] = sent
+    assert set(histograms) == {"query/weight_histogram", "query/kl_histogram"}
+    assert len(histograms["query/kl_histogram"]) == len(histograms["query/weight_histogram"]) - 1 > 0
+    assert "plots/queries" in images
+    kept = read_queries(Path(trainer.args.output_dir))
+    assert np.isinf(kept["kl"]).sum() == 1  # the file keeps it
 
 
 # ---------------------------------------------------------------------------------------------------------------- collapse

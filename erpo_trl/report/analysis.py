@@ -74,7 +74,7 @@ def train_eval_gaps(
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's correlation of (N,) x and y, in [-1, 1]; NaN with fewer than two points or where one does not vary."""
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    if len(x) < 2:
+    if len(x) < 2 or not np.ptp(x) or not np.ptp(y):
         return float("nan")
     x, y = x - x.mean(), y - y.mean()
     size = np.sqrt((x @ x) * (y @ y))

@@ -20,7 +20,7 @@ from .runs import Run, groups, load_runs
 TITLE = "Training report"
 # By these files a folder is known as a report, which a new one may take the place of
 FILES = ("report.html", "report.md", "report.json")
-TRAIN_ACCURACY = ("rewards/accuracy_reward/mean", "reward")
+TRAIN_ACCURACY = "rewards/accuracy_reward/mean"  # other rewards are no share of right answers
 # Longest lag of the cross-lag table, in logs, where the run is long enough
 MAX_LAG = 10
 
@@ -91,9 +91,11 @@ def gap_section(labelled: dict[str, list[Run]]) -> tuple[Section, list[dict]]:
     rows, data = [["run", "checkpoints", "mean gap", "gap at the last checkpoint"]], []
     for runs in labelled.values():
         for run in runs:
-            gaps = train_eval_gaps(*run.series(*TRAIN_ACCURACY), *mean_accuracy(run))
+            gaps = train_eval_gaps(*run.series(TRAIN_ACCURACY), *mean_accuracy(run))
             if not gaps:
-                section.missing.append(f"Gap: {run.name} has no evaluated checkpoint, or no training accuracy.")
+                section.missing.append(
+                    f"Gap: {run.name} has no evaluated checkpoint, or was not trained with accuracy_reward."
+                )
                 continue
             values = [gap for _, gap in gaps]
             rows.append([run.name, str(len(gaps)), f"{100 * np.mean(values):.2f}", f"{100 * values[-1]:.2f}"])
@@ -113,7 +115,7 @@ def cross_lag_section(labelled: dict[str, list[Run]]) -> tuple[Section, list[dic
     for runs in labelled.values():
         for run in runs:
             x = dict(zip(*run.series("query/kl")))
-            for name, series in (("entropy", run.series("entropy")), ("accuracy", run.series(*TRAIN_ACCURACY))):
+            for name, series in (("entropy", run.series("entropy")), ("accuracy", run.series(TRAIN_ACCURACY))):
                 y = dict(zip(*series))
                 steps = sorted(x.keys() & y.keys())
                 lags = min(MAX_LAG, len(steps) // 3)
@@ -201,7 +203,7 @@ def rendered(plot) -> tuple[bytes, bytes]:
 
 
 def write_report(output: Path, sections: Sequence[Section], data: dict, pictures: dict[str, bytes]) -> None:
-    """Writes the folder whole or not at all; an earlier report in its place goes.
+    """Writes the folder whole or not at all; an earlier report in its place goes, and what else lies there stays.
 
     Raises: ValueError where `output` holds something else.
     """
@@ -224,13 +226,26 @@ def write_report(output: Path, sections: Sequence[Section], data: dict, pictures
             if old.exists():
                 os.replace(old, output)
             raise
+        if old.exists():
+            for path in _of_others(old):
+                os.replace(path, output / path.name)
+            shutil.rmtree(old)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def _of_others(report: Path) -> list[Path]:
+    """What lies in a report's folder that no report has written."""
+    plots = json.loads((report / "report.json").read_text(encoding="utf-8")).get("plots", {})
+    own = {*FILES, *(f"{name}.{ending}" for name in plots for ending in ("png", "svg"))}
+    return [path for path in report.iterdir() if path.name not in own]
 
 
 def check_output(output: Path) -> None:
-    """Raises: ValueError where `output` is neither free nor an earlier report."""
+    """Raises: ValueError where `output` is neither free nor an earlier report, or cannot be a folder."""
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{output} cannot be made: {above} is no folder")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not output.is_dir() or not all((output / name).is_file() for name in FILES):

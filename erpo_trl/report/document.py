@@ -46,12 +46,17 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
             if isinstance(block, Picture):
                 lines += [f"![{section.title}]({block.name}.png)", "", block.caption, ""]
             elif isinstance(block, str):
-                lines += [block, ""]
+                lines += [_markdown_text(block), ""]
             else:
-                lines += [markdown([[cell.replace("|", "\\|") for cell in row] for row in block]), ""]
+                lines += [markdown([[_markdown_text(cell).replace("|", "\\|") for cell in row] for row in block]), ""]
         for sentence in section.missing:
-            lines += [f"> {sentence}", ""]
+            lines += [f"> {_markdown_text(sentence)}", ""]
     return "\n".join(lines)
+
+
+def _markdown_text(text: str) -> str:
+    """With what a viewer would take for HTML escaped; backticks keep it as it is."""
+    return re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text)
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:

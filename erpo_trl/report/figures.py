@@ -98,11 +98,17 @@ def drift_plot(groups: Groups) -> Plot:
 
 def mean_accuracy(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Steps and mean Avg@k over benchmarks and temperatures, of the checkpoints that were evaluated on as many of both as any."""
-    cells: dict[int, list[float]] = {}
+    # A checkpoint may have been evaluated twice, with another seed or k
+    cells: dict[int, dict[tuple, list[float]]] = {}
     for accuracy in run.accuracies:
-        cells.setdefault(accuracy.step, []).append(accuracy.value)
+        cell = (accuracy.benchmark, accuracy.temperature)
+        cells.setdefault(accuracy.step, {}).setdefault(cell, []).append(accuracy.value)
     most = max(map(len, cells.values()), default=0)
-    whole = {step: float(np.mean(values)) for step, values in sorted(cells.items()) if len(values) == most}
+    whole = {
+        step: float(np.mean([np.mean(values) for values in found.values()]))
+        for step, found in sorted(cells.items())
+        if len(found) == most
+    }
     return np.array(list(whole), dtype=int), np.array(list(whole.values()))
 
 
@@ -226,7 +232,7 @@ def nll_plot(groups: Groups) -> Plot:
     for index, (label, runs) in enumerate(groups.items()):
         names = ("nll", "response_nll", "tokens", "response_tokens")
         columns = [np.concatenate([run.queries[name] for run in runs if run.queries] or [[]]) for name in names]
-        known = np.isfinite(columns[1])
+        known = np.isfinite(columns[0]) & np.isfinite(columns[1])
         prompt, response, tokens, response_tokens = (column[known].astype(float) for column in columns)
         if not len(prompt):
             missing.append(f"Prompt-NLL against response-NLL: {label} kept no queries with responses.")
@@ -359,8 +365,12 @@ def live_images(log_history: Sequence[dict], queries: Mapping[str, np.ndarray]) 
     figure = Figure(figsize=(13.5, 3.3), layout="constrained")
     labels = {"weight": "weight w(q)", "kl": "Query-KL (nats per token)", "nll_drift": "NLL drift (nats per query)"}
     for axis, (name, label) in zip(figure.subplots(1, 3), labels.items()):
-        edges = bin_edges([queries[name]])
-        axis.stairs(histogram(queries[name], edges), edges, fill=True, color=COLOURS[0])
+        values = queries[name][np.isfinite(queries[name])]
+        if len(values):
+            edges = bin_edges([values])
+            axis.stairs(histogram(values, edges), edges, fill=True, color=COLOURS[0])
+        if len(values) < len(queries[name]):
+            axis.set_title(f"{len(queries[name]) - len(values)} of {len(queries[name])} not finite", fontsize=9)
         axis.set(xlabel=label, ylabel="share of the queries")
         axis.grid(alpha=0.3)
     steps = queries["step"]

@@ -94,9 +94,9 @@ class QueryLog(TrainerCallback):
         if not trackers:
             return
         histograms = {
-            "query/weight_histogram": table["weight"].to_numpy(),
-            "query/kl_histogram": table["kl"].to_numpy(),
-            "query/nll_drift_histogram": table["nll_drift"].to_numpy(),
+            f"query/{name}_histogram": values[np.isfinite(values)]
+            for name in ("weight", "kl", "nll_drift")
+            if np.isfinite(values := table[name].to_numpy()).any()
         }
         images = self._images(state.log_history, table)
         for send in trackers:
@@ -127,15 +127,18 @@ def read_queries(run: Path, last: int | None = None) -> dict[str, np.ndarray]:
     Of a step that two files hold, as after a resume, the rows of the later file count.
     Raises: ValueError for a file that cannot be read, with its name.
     """
-    tables = []
-    for path in sorted((Path(run) / FOLDER).glob("queries_*.parquet"), key=lambda path: path.stat().st_mtime_ns):
+    tables, known = [], np.empty(0, dtype=np.int32)
+    latest_first = sorted(
+        (Path(run) / FOLDER).glob("queries_*.parquet"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+    )
+    for path in latest_first:
         try:
             table = pq.read_table(path, schema=SCHEMA)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} cannot be read ({error}); delete it to go on without it") from error
-        repeated = pa.array(np.unique(table["step"].to_numpy()))
-        tables = [old.filter(pa.compute.invert(pa.compute.is_in(old["step"], repeated))) for old in tables]
-        tables.append(table)
+        steps = table["step"].to_numpy()
+        tables.append(table.filter(pa.array(~np.isin(steps, known))))
+        known = np.union1d(known, steps)
     if not tables:
         return {}
     joined = pa.concat_tables(tables).sort_by("step")

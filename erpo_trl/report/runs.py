@@ -97,23 +97,19 @@ def load_run(path: str | Path, evaluations: Sequence[str | Path] = ()) -> Run:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder")
-    checkpoints = sorted(path.glob("checkpoint-*"), key=lambda folder: checkpoint_step(folder) or 0)
-    folders = [path, *checkpoints[-1:]]
-    states = [(folder, read_json(folder / LOG_FILE)) for folder in folders if (folder / LOG_FILE).is_file()]
-    if not states:
-        raise ValueError(
-            f"{path} has no {LOG_FILE}, nor has a checkpoint in it: give the output folder of a training run. `erpo-trl train` "
-            "writes one at its end; in a script call trainer.save_state()"
-        )
-    # A resumed run has a checkpoint past the end of the one before
-    folder, progress = max(states, key=lambda pair: pair[1].get("global_step", 0))
-    log = progress.get("log_history")
-    if not isinstance(log, list) or not all(isinstance(entry, dict) and "step" in entry for entry in log):
-        raise ValueError(f"{folder / LOG_FILE}: log_history must be a list of entries with a step")
+    states = _states(path)
+    # A resumed run has a checkpoint past the end of the one before; another run's, left over, has another log
+    one_run = len(states) < 2 or _of_one_run(*states.values())
+    newest = (lambda folder: states[folder].get("global_step", 0)) if one_run else _last_changed
+    folder, *others = sorted(states, key=newest, reverse=True)
+    progress = states[folder]
+    log = progress["log_history"]
     run = Run(path, path.resolve().name, log, progress.get("global_step", 0), progress.get("max_steps", 0))
     if not log:
         run.notes.append("The log is empty: logging_steps is longer than the run.")
-    _read_state(run, [folder, *reversed(folders)])
+    if not one_run:
+        run.notes.append(f"{others[0] / LOG_FILE} is of another run in the same folder, and left out.")
+    _read_state(run, [folder, *(others if one_run else [])])
     # Those of a checkpoint are beside it
     run.queries = read_queries(path if checkpoint_step(path) is None else path.parent, run.steps)
     if not run.queries:
@@ -124,6 +120,45 @@ def load_run(path: str | Path, evaluations: Sequence[str | Path] = ()) -> Run:
     run.weights = _weights(run)
     _read_accuracies(run, evaluations)
     return run
+
+
+def _states(run: Path) -> dict[Path, dict]:
+    """Contents of the run's own `trainer_state.json` and of its last checkpoint's that is whole, by folder.
+
+    Raises: ValueError without any, or where all that there is cannot be read.
+    """
+    states = {run: _read_progress(run)} if (run / LOG_FILE).is_file() else {}
+    broken = None
+    for folder in sorted(run.glob("checkpoint-*"), key=lambda folder: checkpoint_step(folder) or 0, reverse=True):
+        if (folder / LOG_FILE).is_file():  # a run that is killed while it saves leaves a folder without
+            try:
+                return states | {folder: _read_progress(folder)}
+            except ValueError as error:
+                broken = broken or error
+    if not states:
+        raise broken or ValueError(
+            f"{run} has no {LOG_FILE}, nor has a checkpoint in it: give the output folder of a training run. `erpo-trl train` "
+            "writes one at its end; in a script call trainer.save_state()"
+        )
+    return states
+
+
+def _read_progress(folder: Path) -> dict:
+    progress = read_json(folder / LOG_FILE)
+    log = progress.get("log_history")
+    if not isinstance(log, list) or not all(isinstance(entry, dict) and "step" in entry for entry in log):
+        raise ValueError(f"{folder / LOG_FILE}: log_history must be a list of entries with a step")
+    return progress
+
+
+def _of_one_run(*states: dict) -> bool:
+    """Whether their logs begin alike; seconds tell even runs of one seed apart. What sums up a run comes in its last log only."""
+    logs = [[entry for entry in state["log_history"] if "train_runtime" not in entry] for state in states]
+    return not all(logs) or len({json.dumps(log[0], sort_keys=True) for log in logs}) == 1
+
+
+def _last_changed(folder: Path) -> int:
+    return (folder / LOG_FILE).stat().st_mtime_ns
 
 
 def _read_state(run: Run, folders: Sequence[Path]) -> None:
@@ -141,7 +176,13 @@ def _read_state(run: Run, folders: Sequence[Path]) -> None:
 
 def _weights(run: Run) -> np.ndarray | None:
     if run.queries:
-        return run.queries["weight"][np.unique(run.queries["key"], return_index=True)[1]]
+        weights = run.queries["weight"][np.unique(run.queries["key"], return_index=True)[1]]
+        finite = np.isfinite(weights)
+        if not finite.all():
+            run.notes.append(
+                f"Weights of {(~finite).sum()} of {len(weights)} queries are no finite numbers, and left out."
+            )
+        return weights[finite]
     if not run.args or run.state.get("mean_nll") is None:
         return None
     folder = Path(run.state["reference_cache_dir"]) / run.state["fingerprint"]
@@ -254,6 +295,16 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(p[start : len(p) - end]) or p[-1] for p in parts]
 
 
+def shared_name(names: Sequence[str]) -> str:
+    """What names of one run's seeds share: `erpo` of `erpo-seed10` and `erpo-seed11`, or of `a-erpo` and `b-erpo`; else ''."""
+    start = os.path.commonprefix(names)
+    if all(not name[len(start) :] or name[len(start)].isdigit() for name in names):
+        start = start.rstrip("0123456789")  # of a number that goes on
+    start = re.sub(r"(^|[-_./])(seed|s)[-_./=]*$|[-_./=]+$", "", start)
+    end = os.path.commonprefix([name[::-1] for name in names])[::-1]
+    return start or re.sub(r"^[-_./=\d]*", "", end)
+
+
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by the label that plots give them, those that differ in their seed only together."""
     found: dict[str, list[Run]] = {}
@@ -264,8 +315,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
         label = members[0].name
         if len(members) > 1 and len({run.name for run in members}) > 1:
             # `erpo-seed0`, `erpo-seed1`: what they share
-            shared = os.path.commonprefix([run.name for run in members])
-            label = re.sub(r"[-_./]*(seed|s)?[-_./=]*$", "", shared) or label
+            label = shared_name([run.name for run in members]) or label
         if len(members) > 1:
             label += f" ({len(members)} seeds)"
         taken = [name for name in labels if name == label or name.startswith(f"{label} [")]
