@@ -10,8 +10,12 @@ Known limits, each of them pinned by a test:
 - A decimal equals an exact number when both round to the same six decimals and agree to one part in a thousand, so 0.333333
   is right for 1/3, and 0.33 is not.
 - The imaginary unit is a symbol: 1/i and -i differ.
-- A subscripted capital E (`E_1`) cannot be parsed: such a gold is unreadable.
+- A gold in notation that math-verify cannot parse (a congruence, `E_1`) is compared as text: another spelling of it is wrong.
 - Single letters are compared without their case.
+- Bare words of two or three letters are products: `no` equals `on`, and `IV` equals `VI`, which may be a current and a voltage.
+  `\text{IV}` is a word.
+- Units are dropped: 5 kg equals 5 m. The base of a number counts only where the gold and the answer both have one.
+- Thousands are joined at `,`, `{,}` and `\,`, not at a plain space; repeating decimals are read with a bar, not with dots.
 - Where POSIX pipes and timers are missing (Windows), the scorer does not run.
 """
 
