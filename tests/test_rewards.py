@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from erpo_trl import _math_worker
+from erpo_trl import _math_worker, rewards
 from erpo_trl.rewards import (
     PLAIN_INTEGER,
     REWARDS,
@@ -287,6 +287,14 @@ def test_boxes_of_human_authors_are_read_in_solutions_only():
     assert last_boxed(r"Hence $\fbox{5}$.") is None
 
 
+@pytest.mark.parametrize(
+    "gold", [r"so \boxed 5", r"$2+3=\fbox{5}$", r"\boxed{4} or rather \boxed{5}", "2+3=5\n#### 5"]
+)
+def test_the_gold_of_a_whole_solution(gold):
+    assert score_answer(gold, boxed("5")) == 1.0
+    assert score_answer(gold, boxed("4")) == 0.0
+
+
 def test_the_last_box_wins():
     assert score_answer("2", r"\boxed{1}, no: \boxed{2}") == 1.0
     assert score_answer("1", r"\boxed{1}, no: \boxed{2}") == 0.0
@@ -324,6 +332,12 @@ def test_other_spellings_take_the_slow_path(text):
         (["1", 2.0], "1, 2"),
         (["1", None], None),
         (1e22, "1" + "0" * 22),
+        ("#### 72", "72"),
+        ("Half of 4,000 is 2,000.\n#### 2,000", "2000"),
+        ("#### 1\nno:\n#### -1,234.50", "-1234.50"),
+        ("#### 1, 2", "1, 2"),
+        ("2,000", "2,000"),
+        ("####", None),
     ],
 )
 def test_gold_text(value, text):
@@ -460,7 +474,43 @@ def test_accuracy_reward_counts_and_logs_unreadable_golds(caplog):
     )
     assert rewards == [1.0, 0.0, None, None]
     assert metrics == [("rewards/unreadable_gold", 2.0)]
-    assert "The gold answer 'no such number at all' cannot be read" in caplog.text
+    assert "The gold answer 'no such number at all' (column `answer`) cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "gold, text, warnings",
+    [
+        (
+            "6",
+            "It is 6.",
+            ["None of the first 64 completions has a filled", "`suffix` of the loaders, `--prompt_suffix`"],
+        ),
+        (
+            "no such number",
+            boxed("6"),
+            ["None of the first 64 gold answers (column `answer`) can be read", "--answer_field"],
+        ),
+        (None, "It is 6.", []),
+        ("6", boxed("7"), []),
+    ],
+)
+def test_a_fault_of_all_first_completions_is_reported_once(monkeypatch, caplog, gold, text, warnings):
+    monkeypatch.setattr(rewards, "_FIRST_COMPLETIONS", rewards._FirstCompletions())
+    accuracy_reward([text] * 63, [gold] * 63)
+    assert "None of the first" not in caplog.text
+    for _ in range(3):
+        accuracy_reward([text] * 33, [gold] * 33)
+    said = [record.getMessage() for record in caplog.records if "None of the first" in record.getMessage()]
+    assert len(said) == bool(warnings)
+    assert all(part.replace("64", "96") in said[0] for part in warnings)
+
+
+def test_one_box_or_one_readable_gold_is_no_fault_of_all(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "_FIRST_COMPLETIONS", rewards._FirstCompletions())
+    accuracy_reward(["It is 6."] * 9 + [boxed("7")], ["6"] * 10)
+    accuracy_reward(["It is 6."] * 100, ["6"] * 100)
+    accuracy_reward(["It is 6."] * 100, ["no such number"] * 100)
+    assert "None of the first" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -513,6 +563,21 @@ def test_format_reward(completion, reward):
     assert (
         format_reward([completion, [{"role": "assistant", "content": completion}]], answer=["4", "4"]) == [reward] * 2
     )
+
+
+@pytest.mark.parametrize(
+    "prompt, reward",
+    [
+        ("2+2? <think>\n", 1.0),
+        ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>"}], 1.0),
+        ("2+2?", 0.0),
+        ([{"role": "user", "content": "2+2? <think>"}], 0.0),
+        ([{"role": "assistant", "content": "<think>"}, {"role": "user", "content": "2+2?"}], 0.0),
+    ],
+)
+def test_format_of_a_completion_whose_prompt_opens_the_thoughts(prompt, reward):
+    completions = ["2+2</think>\n\\boxed{4}", "<think>2+2</think> \\boxed{4}", "2+2 \\boxed{4}"]
+    assert format_reward(completions, prompts=[prompt] * 3) == [reward, 1.0 - reward, 0.0]
 
 
 def test_resolve_reward(tmp_path):
