@@ -61,6 +61,7 @@ CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?([ap]m)?")
 SPACES_BEFORE = re.compile(r"^(?:\s|~|\\[,;:! ])+")
 # The backslash of a `\ ` whose space was stripped is a space as well; that of `\\` is none
 SPACES_BEHIND = re.compile(r"(?:\s|~|(?<!\\)\\(?:[,;:! ]|$))+$")
+TIE = re.compile(r"(?<!\d)~|~(?!\d)")  # `5~6` would be read as 5 + 6
 THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:\\,\d{3})+(?!(?:\\,)?\d)")
 REPEATING = re.compile(
     r"(?<![\d.,_}])(?<!\d\s)(\d*)\.(\d*)\\(?:overline|bar)(?:\s*\{\s*(\d+)\s*\}|\s*(\d))(?!\s*(?:[\d_.]|\\(?:overline|bar)))"
@@ -129,7 +130,7 @@ def rewrite_unicode(text: str) -> str:
 
 def rewrite_numbers(text: str) -> str:
     """`text` with repeating decimals and percents in fractions as fractions, no space in a number, and bases in digits."""
-    text = THOUSANDS.sub(lambda match: match[0].replace("\\,", ""), text.replace("~", " "))
+    text = THOUSANDS.sub(lambda match: match[0].replace("\\,", ""), TIE.sub(" ", text))
     text = REPEATING.sub(lambda match: latex_fraction(repeating_decimal(match)), text)
     text = FRACTION_PERCENT.sub(lambda match: latex_fraction(fraction_percent(match)), text)
     return BASE_IN_WORDS.sub(lambda match: f"_{{{BASE_WORDS[match[1]]}}}", text)

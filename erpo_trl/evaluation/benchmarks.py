@@ -93,7 +93,7 @@ def load_benchmark(
         system_prompt, conversational: as in `load_problems`.
         max_rows: keep only the first rows.
 
-    Raises: FileNotFoundError; ValueError that says what was looked for and what was found.
+    Raises: FileNotFoundError; ValueError that says what was looked for and what was found, or that no answer can be read.
     """
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}; expected at least 1")
