@@ -305,10 +305,10 @@ def agree(gold, answer) -> bool:
 def equal(gold: str, answer: str) -> bool:
     """Whether a boxed answer's text means the same as a readable gold's."""
     gold_text, answer_text = normalise(gold), normalise(answer)
+    if contradict(gold, answer):  # first of all, for `normalise` drops currencies
+        return False
     if gold_text == answer_text:
         return True
-    if contradict(gold, answer):
-        return False
     gold_time, answer_time = clock_time(gold_text), clock_time(answer_text)
     if gold_time and answer_time:
         return same_time(gold_time, answer_time)

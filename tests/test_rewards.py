@@ -202,6 +202,7 @@ VERDICTS = {
         ("5", "€5", 1),
         (r"\$5", "5", 1),
         ("€5", r"\$5", 0),
+        ("€5", "¥5", 0),
         ("€5", "5 €", 1),
     ],
     "notation that cannot be parsed is compared as text": [
