@@ -252,10 +252,11 @@ def load_problems(
     """Problems of a local file.
 
     Args: path: a .jsonl, .json (a list of objects), .csv or .parquet file; problem, answer: the columns that hold them; a
-    problem is text or chat messages; suffix: text put behind every problem; system_prompt: text of a system turn before it;
+    problem is text or chat messages; suffix: text put behind every problem, which should ask for the answer in `\\boxed{}`
+    where the accuracy reward is to read it; system_prompt: text of a system turn before it;
     conversational: prompts are chat messages, else plain strings (with the system prompt as a first paragraph).
-    Returns: columns `prompt`, `answer` (string: 142.0 is "142", a list is joined by ", "; None where empty, counted in one
-    warning), and all others as they were.
+    Returns: columns `prompt`, `answer` (string: 142.0 is "142", a list is joined by ", ", a solution in GSM8K's manner is
+    what follows its last `####`; None where empty, counted in one warning), and all others as they were.
     Raises: FileNotFoundError; ValueError that names the file, the row and the field.
     """
     return build_dataset(read_rows(path), str(path), problem, answer, suffix, system_prompt, conversational)

@@ -10,8 +10,12 @@ Known limits, each of them pinned by a test:
 - A decimal equals an exact number when both round to the same six decimals and agree to one part in a thousand, so 0.333333
   is right for 1/3, and 0.33 is not.
 - The imaginary unit is a symbol: 1/i and -i differ.
-- A subscripted capital E (`E_1`) cannot be parsed: such a gold is unreadable.
+- A gold in notation that math-verify cannot parse (a congruence, `E_1`) is compared as text: another spelling of it is wrong.
 - Single letters are compared without their case.
+- Bare words of two or three letters are products: `no` equals `on`, and `IV` equals `VI`, which may be a current and a voltage.
+  `\text{IV}` is a word.
+- Units are dropped: 5 kg equals 5 m. The base of a number counts only where the gold and the answer both have one.
+- Thousands are joined at `,`, `{,}` and `\,`, not at a plain space; repeating decimals are read with a bar, not with dots.
 - Where POSIX pipes and timers are missing (Windows), the scorer does not run.
 """
 
@@ -41,8 +45,10 @@ START_LIMIT_S = 120.0
 
 # No leading zero, plus sign or thousands mark: the integers that have one spelling only.
 PLAIN_INTEGER = re.compile(r"-?[1-9]\d{0,17}|0")
+GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 BOX = re.compile(r"\\boxed\s*\{")
 BOX_OF_SOLUTIONS = re.compile(r"\\f?box(?:ed)?\s*\{|\\boxed\s+(?=[^{\s])")
+BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 THINK_BLOCK = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>(?P<rest>(?:(?!</?think>).)*)", re.DOTALL)
 
 
@@ -188,7 +194,8 @@ _WORKER = make_worker()
 
 
 def gold_text(value) -> str | None:
-    """A gold answer as the text that is compared: `142.0` is "142", a list is joined by ", ".
+    """A gold answer as the text that is compared: `142.0` is "142", a list is joined by ", ", a solution that ends in
+    `#### 2,000`, as GSM8K's do, is "2000".
 
     Returns: None for None, NaN, an empty list and blank text: there is no gold.
     """
@@ -199,7 +206,10 @@ def gold_text(value) -> str | None:
         return None if not parts or None in parts else ", ".join(parts)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    text = str(value).strip()
+    _, hashes, text = str(value).rpartition("####")
+    text = text.strip()
+    if hashes and GROUPED.fullmatch(text):
+        text = text.replace(",", "")
     return text or None
 
 
@@ -252,7 +262,7 @@ def last_boxed(text: str, written_solution: bool = False) -> str | None:
 @lru_cache(maxsize=1024)
 def _warn_unreadable(gold: str) -> None:
     # Cached, so that a gold is reported once, however many completions it meets
-    logger.warning("The gold answer %.200r cannot be read: its completions get no reward", gold)
+    logger.warning("The gold answer %.200r (column `answer`) cannot be read: its completions get no reward", gold)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -271,7 +281,8 @@ def _verdict(gold: str, answer: str | None, limit_s: float, worker: MathWorker) 
 def score_answer(gold, completion, time_limit_s: float = TIME_LIMIT_S, worker: MathWorker = _WORKER) -> float | None:
     r"""Whether a completion's last boxed answer is right.
 
-    Args: gold: the right answer, a string (LaTeX, with or without `$` or box), a number, or a list of the parts of one answer;
+    Args: gold: the right answer, a string (LaTeX, with or without `$` or box, or a solution that ends in a box or in GSM8K's
+    `#### answer`), a number, or a list of the parts of one answer;
     completion: a string or chat messages; time_limit_s: wall-clock seconds for reading the gold, and again for comparing;
     worker: the process that compares; by default one that all callers share.
     Returns: 1.0 right; 0.0 wrong, no box, an empty box, or too slow to parse; None when the gold is missing or cannot be
@@ -279,11 +290,47 @@ def score_answer(gold, completion, time_limit_s: float = TIME_LIMIT_S, worker: M
     Raises: RuntimeError when the math-verify worker cannot be started.
     """
     gold = gold_text(gold)
-    if gold is not None and "\\boxed" in gold:
-        gold = last_boxed(gold)  # a whole solution; the worker boxes what it compares itself
+    if gold is not None and BOX_COMMAND.search(gold):
+        gold = last_boxed(gold, written_solution=True)  # the worker boxes what it compares itself
     if not gold:
         return None
     return _verdict(gold, last_boxed(completion_text(completion)) or None, time_limit_s, worker)
+
+
+class _FirstCompletions:
+    """Looks at the first completions that are scored for a fault that all of them share, which their rewards do not name."""
+
+    ENOUGH = 64
+
+    def __init__(self):
+        self.readable = self.unreadable = 0
+        self.done = False
+
+    def look(self, golds: list, completions: list, rewards: list[float | None]) -> None:
+        """Counts these, and warns once: of golds none of which can be read, or of completions none of which has a box."""
+        if self.done:
+            return
+        self.readable += sum(reward is not None for reward in rewards)
+        self.unreadable += sum(reward is None and bool(gold_text(gold)) for gold, reward in zip(golds, rewards))
+        if any(last_boxed(completion_text(completion)) for completion in completions):
+            self.done = self.readable > 0
+        elif self.readable >= self.ENOUGH:
+            self.done = True
+            logger.warning(
+                "None of the first %d completions has a filled \\boxed{...}, and the accuracy reward reads nothing else: all got "
+                "0. Ask for the box at the end of each problem: `suffix` of the loaders, `--prompt_suffix` of the commands",
+                self.readable,
+            )
+        if self.unreadable >= self.ENOUGH and not self.readable:
+            self.done = True
+            logger.warning(
+                "None of the first %d gold answers (column `answer`) can be read, so the accuracy reward gives nothing: name the "
+                "column of the answers alone, `answer` of the loaders, `--answer_field` of the commands",
+                self.unreadable,
+            )
+
+
+_FIRST_COMPLETIONS = _FirstCompletions()
 
 
 def accuracy_reward(
@@ -302,17 +349,29 @@ def accuracy_reward(
     unreadable = [gold for gold, reward in zip(answer, rewards) if reward is None]
     for gold in unreadable:
         _warn_unreadable(str(gold))
+    _FIRST_COMPLETIONS.look(answer, completions, rewards)
     if log_metric is not None:
         log_metric("rewards/unreadable_gold", float(len(unreadable)))
     return rewards
 
 
-def format_reward(completions: list, **kwargs) -> list[float]:
+def _opens_thinking(prompt) -> bool:
+    """Whether a prompt, or the assistant's turn at its end, leaves a `<think>` for the completion to go on from."""
+    return completion_text(prompt if isinstance(prompt, str) else prompt[-1:]).rstrip().endswith("<think>")
+
+
+def format_reward(completions: list, prompts: list | None = None, **kwargs) -> list[float]:
     r"""TRL reward function: 1.0 for one `<think>...</think>` at the start and a filled `\boxed{...}` after it, else 0.0.
 
-    Args: completions: strings or chat messages; kwargs: the dataset's columns, unused.
+    The opening tag may be the prompt's last word. One that a chat template adds, as those of the R1 distillations do, is seen
+    by no reward: with such a model every completion that goes on from it gets 0.0.
+
+    Args: completions, prompts: strings or chat messages; kwargs: the dataset's columns, unused.
     """
-    matches = [THINK_BLOCK.fullmatch(completion_text(completion)) for completion in completions]
+    texts = [completion_text(completion) for completion in completions]
+    if prompts is not None:
+        texts = ["<think>" * _opens_thinking(prompt) + text for prompt, text in zip(prompts, texts)]
+    matches = [THINK_BLOCK.fullmatch(text) for text in texts]
     return [float(match is not None and bool(last_boxed(match["rest"]))) for match in matches]
 
 

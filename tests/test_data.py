@@ -107,6 +107,11 @@ def test_answers_are_strings_or_none_with_one_warning(write, caplog):
     assert "4 of 8 rows have no answer" in record.getMessage()
 
 
+def test_solutions_in_the_manner_of_gsm8k(write):
+    rows = [{"problem": "?", "answer": "Half of 4,000 is 2,000.\n#### 2,000"}, {"problem": "?", "answer": "#### 72"}]
+    assert load_problems(write("p.jsonl", rows))["answer"][:] == ["2000", "72"]
+
+
 def test_types_are_of_the_whole_column(write):
     rows = [
         {"problem": "a", "answer": None, "score": 1, "tags": None, "empty": None},

@@ -148,6 +148,7 @@ def test_local_files_stand_in_for_the_hub(tmp_path):
     assert first.dataset["answer"][:] == ["2000", "2000"] and second.dataset["answer"][:] == ["3"]
     assert first.name == second.name == "gsm8k" and second.source == plain
     assert second.dataset[0]["prompt"][0]["content"] == "Q" + MATH_PROMPT_SUFFIX
+    assert load_benchmark(hub, problem="question").dataset["answer"][:] == ["2000", "2000"]
     own = load_benchmark(plain, suffix=None)
     assert own.name == "b" and own.dataset[0]["prompt"][0]["content"] == "Q"
     assert load_benchmark(f"mine={plain}").name == "mine"
@@ -157,6 +158,14 @@ def test_own_columns_and_answers_of_every_kind(tmp_path):
     rows = [{"q": "A", "a": 142.0}, {"q": "B", "a": 0.5}]
     file = write_jsonl(tmp_path / "own.jsonl", rows)
     assert load_benchmark(file, problem="q", answer="a").dataset["answer"][:] == ["142", "0.5"]
+    prose = [{"problem": "A", "answer": "It is nothing at all."}] * 3
+    file = write_jsonl(tmp_path / "prose.jsonl", prose)
+    with pytest.raises(
+        ValueError, match=r"prose.jsonl, column 'answer': none of the first 3 answers can be read.*'It is no"
+    ):
+        load_benchmark(file)
+    file = write_jsonl(tmp_path / "some.jsonl", [*prose, {"problem": "A", "answer": "1/2"}])
+    assert len(load_benchmark(file).dataset) == 4
     lists = write_jsonl(tmp_path / "lists.jsonl", [{"problem": "A", "answer": [1, "x"]}])
     assert load_benchmark(lists).dataset["answer"][:] == ["1, x"]
 

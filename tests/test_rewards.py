@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from erpo_trl import _math_worker
+from erpo_trl import _math_worker, rewards
 from erpo_trl.rewards import (
     PLAIN_INTEGER,
     REWARDS,
@@ -125,6 +125,94 @@ VERDICTS = {
         (r"\text{east}", "East", 1),
         ("east", "seat", 0),
         ("east", r"\text{seat}", 0),
+        ("SAS", "SSA", 0),
+        ("ASA", r"\text{AAS}", 0),
+        ("AAS", "SAA", 1),
+        (r"\text{SAS}", "SAS", 1),
+        ("AB", "BA", 1),
+        ("ab", "ba", 1),
+    ],
+    "numbers with a base": [
+        ("2220_5", "2220_{10}", 0),
+        ("52_8", "52_{10}", 0),
+        ("4210_{5}", "4210_6", 0),
+        ("1010_2", "1010_3", 0),
+        ("10_5, 11_6", "10_6, 11_5", 0),
+        ("10_5, 11_6", "11_6, 10_5", 1),
+        ("2220_5", "2220_{5}", 1),
+        ("2220_5", "2220", 1),
+        ("2220", "2220_5", 1),
+        (r"10_{\text{two}}", "10_2", 1),
+        (r"10_{\text{two}}", r"10_{\text{three}}", 0),
+        ("1010_2", "10_{10} = 1010_2", 1),
+        ("x_1^2-x_2^2", "(x_1-x_2)(x_1+x_2)", 1),
+    ],
+    "repeating decimals": [
+        (r"0.\overline{3}", r"\frac13", 1),
+        (r"0.\overline{27}", r"\frac{3}{11}", 1),
+        (r"0.\bar{3}", r"\frac{1}{3}", 1),
+        (r"\frac16", r"0.1\overline{6}", 1),
+        (r"-1.2\overline{34}", r"-\frac{611}{495}", 1),
+        (r"0.\overline{3}", "0.3", 0),
+        (r"0.\overline{3}", r"0.\overline{33}", 1),
+        (r"0.\overline{36}", r"0.3\overline{6}", 0),
+        (r"0.\overline{12}_3", r"\frac{4}{33}", 0),
+        ("x=0.\\overline{3}", "1/3", 1),
+        (r"\overline{AB}", r"\overline{BA}", 0),
+    ],
+    "percents in fractions": [
+        (r"33\frac13\%", r"33.\overline{3}\%", 1),
+        (r"12\frac12\%", r"12.5\%", 1),
+        (r"12\frac12\%", r"12\%", 0),
+        (r"12\frac12\%", r"6\%", 0),
+        (r"0.5\%", r"\frac{1}{2}\%", 1),
+        (r"33\frac13", r"33\frac13\%", 0),
+    ],
+    "spaces of LaTeX": [
+        (r"10\,000", "10000", 1),
+        (r"1\,000\,000", "1,000,000", 1),
+        (r"(3, 10\,000)", "(3, 10000)", 1),
+        (r"12\,3456", "123456", 0),
+        (r"1\,2", "12", 0),
+        (r"(1,\,234)", "1234", 0),
+        (r"5~\text{kg}", "5", 1),
+        ("5", "~$5$~", 1),
+        ("11", "5~6", 0),
+        ("5", r"\ 5\ ", 1),
+        (r"5\,", "5", 1),
+    ],
+    "signs of Unicode": [
+        ("–5", "-5", 1),
+        ("[–5, 5]", "[-5, 5]", 1),
+        ("3–5", "-2", 0),
+        ("-2", "3 – 5", 0),
+        (r"\varnothing", r"\emptyset", 1),
+        ("½", r"\frac12", 1),
+        ("3½", "3.5", 1),
+        ("√2", r"\sqrt{2}", 1),
+        ("√(x+1)", r"\sqrt{x+1}", 1),
+        (r"\sqrt{2}x", "√2x", 0),  # which may be the root of 2x
+        ("x²", "x^2", 1),
+        ("10⁻³", "0.001", 1),
+        ("∞", r"\infty", 1),
+        ("(-∞, 3)", r"(-\infty, 3)", 1),
+        ("90", "90度", 1),
+        ("90°", r"90^\circ", 1),
+        ("45", "30°15'", 0),
+        ("5", "€5", 1),
+        (r"\$5", "5", 1),
+        ("€5", r"\$5", 0),
+        ("€5", "¥5", 0),
+        ("€5", "5 €", 1),
+    ],
+    "notation that cannot be parsed is compared as text": [
+        (r"x \equiv 7 \pmod{12}", r"x\equiv 7\pmod {12}", 1),
+        (r"x \equiv 7 \pmod{12}", r"x \equiv 5 \pmod{12}", 0),
+        (r"x \equiv 7 \pmod{12}", "7", 0),
+        (r"p \land \frac12", r"p \land \dfrac{1}{2}", 1),
+        (r"p \land 12", r"p \land 1 2", 0),
+        ("E_1", "E_1", 1),
+        ("E_1", "E_2", 0),
     ],
 }
 
@@ -148,7 +236,14 @@ def test_every_gold_equals_itself(gold):
         (r"\frac{1}{3}", "0.333333", 1.0),
         (r"\frac{1}{3}", "0.33", 0.0),
         (r"\frac{1}{i}", "-i", 0.0),
-        ("E_1", "E_1", None),
+        (r"x \equiv 7 \pmod{12}", r"x \equiv 7 \bmod 12", 0.0),
+        ("1 000", "1000", 0.0),
+        (r"0.\dot{3}", r"\frac{1}{3}", 0.0),
+        (r"5 \text{ kg}", r"5 \text{ m}", 1.0),
+        ("52", "52_8", 1.0),
+        ("IV", "VI", 1.0),
+        ("no", "on", 1.0),
+        (r"0.\bar{3}", "0.333333", 1.0),
         ("A", "a", 1.0),
     ],
 )
@@ -194,6 +289,14 @@ def test_boxes_of_human_authors_are_read_in_solutions_only():
     assert last_boxed(r"Hence $\fbox{5}$.") is None
 
 
+@pytest.mark.parametrize(
+    "gold", [r"so \boxed 5", r"$2+3=\fbox{5}$", r"\boxed{4} or rather \boxed{5}", "2+3=5\n#### 5"]
+)
+def test_the_gold_of_a_whole_solution(gold):
+    assert score_answer(gold, boxed("5")) == 1.0
+    assert score_answer(gold, boxed("4")) == 0.0
+
+
 def test_the_last_box_wins():
     assert score_answer("2", r"\boxed{1}, no: \boxed{2}") == 1.0
     assert score_answer("1", r"\boxed{1}, no: \boxed{2}") == 0.0
@@ -231,6 +334,12 @@ def test_other_spellings_take_the_slow_path(text):
         (["1", 2.0], "1, 2"),
         (["1", None], None),
         (1e22, "1" + "0" * 22),
+        ("#### 72", "72"),
+        ("Half of 4,000 is 2,000.\n#### 2,000", "2000"),
+        ("#### 1\nno:\n#### -1,234.50", "-1234.50"),
+        ("#### 1, 2", "1, 2"),
+        ("2,000", "2,000"),
+        ("####", None),
     ],
 )
 def test_gold_text(value, text):
@@ -367,7 +476,43 @@ def test_accuracy_reward_counts_and_logs_unreadable_golds(caplog):
     )
     assert rewards == [1.0, 0.0, None, None]
     assert metrics == [("rewards/unreadable_gold", 2.0)]
-    assert "The gold answer 'no such number at all' cannot be read" in caplog.text
+    assert "The gold answer 'no such number at all' (column `answer`) cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "gold, text, warnings",
+    [
+        (
+            "6",
+            "It is 6.",
+            ["None of the first 64 completions has a filled", "`suffix` of the loaders, `--prompt_suffix`"],
+        ),
+        (
+            "no such number",
+            boxed("6"),
+            ["None of the first 64 gold answers (column `answer`) can be read", "--answer_field"],
+        ),
+        (None, "It is 6.", []),
+        ("6", boxed("7"), []),
+    ],
+)
+def test_a_fault_of_all_first_completions_is_reported_once(monkeypatch, caplog, gold, text, warnings):
+    monkeypatch.setattr(rewards, "_FIRST_COMPLETIONS", rewards._FirstCompletions())
+    accuracy_reward([text] * 63, [gold] * 63)
+    assert "None of the first" not in caplog.text
+    for _ in range(3):
+        accuracy_reward([text] * 33, [gold] * 33)
+    said = [record.getMessage() for record in caplog.records if "None of the first" in record.getMessage()]
+    assert len(said) == bool(warnings)
+    assert all(part.replace("64", "96") in said[0] for part in warnings)
+
+
+def test_one_box_or_one_readable_gold_is_no_fault_of_all(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "_FIRST_COMPLETIONS", rewards._FirstCompletions())
+    accuracy_reward(["It is 6."] * 9 + [boxed("7")], ["6"] * 10)
+    accuracy_reward(["It is 6."] * 100, ["6"] * 100)
+    accuracy_reward(["It is 6."] * 100, ["no such number"] * 100)
+    assert "None of the first" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -420,6 +565,21 @@ def test_format_reward(completion, reward):
     assert (
         format_reward([completion, [{"role": "assistant", "content": completion}]], answer=["4", "4"]) == [reward] * 2
     )
+
+
+@pytest.mark.parametrize(
+    "prompt, reward",
+    [
+        ("2+2? <think>\n", 1.0),
+        ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>"}], 1.0),
+        ("2+2?", 0.0),
+        ([{"role": "user", "content": "2+2? <think>"}], 0.0),
+        ([{"role": "assistant", "content": "<think>"}, {"role": "user", "content": "2+2?"}], 0.0),
+    ],
+)
+def test_format_of_a_completion_whose_prompt_opens_the_thoughts(prompt, reward):
+    completions = ["2+2</think>\n\\boxed{4}", "<think>2+2</think> \\boxed{4}", "2+2 \\boxed{4}"]
+    assert format_reward(completions, prompts=[prompt] * 3) == [reward, 1.0 - reward, 0.0]
 
 
 def test_resolve_reward(tmp_path):

@@ -4,7 +4,6 @@ Every entry of the registry was read in public code; the columns and the number 
 benchmark is loaded from the hub, so that a moved data set shows at once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +20,14 @@ from ..data import (
     read_rows,
     require_fields,
 )
+from ..rewards import score_answer
 
 
 @dataclass(frozen=True)
 class Source:
     """Where a benchmark lies on the hub, and which of its columns are which.
 
-    Args: hub_id, config, split: of the data set; problem, answer: columns; rows: how many it has, each number allowed;
-    gold: from the answer column's value to the answer alone.
+    Args: hub_id, config, split: of the data set; problem, answer: columns; rows: how many it has, each number allowed.
     """
 
     hub_id: str
@@ -37,14 +36,6 @@ class Source:
     answer: str
     rows: tuple[int, ...]
     config: str | None = None
-    gold: Callable = lambda value: value
-
-
-def _after_hashes(value):
-    """GSM8K ends a worked solution with `#### answer`; a file may hold the answer alone."""
-    return (
-        value.rpartition("####")[2].strip().replace(",", "") if isinstance(value, str) and "####" in value else value
-    )
 
 
 BENCHMARKS: dict[str, Source] = {
@@ -55,8 +46,10 @@ BENCHMARKS: dict[str, Source] = {
     "math500": Source("HuggingFaceH4/MATH-500", "test", "problem", "answer", (500,)),
     "minerva": Source("math-ai/minervamath", "test", "question", "answer", (272,)),
     "olympiadbench": Source("math-ai/olympiadbench", "test", "question", "final_answer", (674, 675)),
-    "gsm8k": Source("openai/gsm8k", "test", "question", "answer", (1319,), config="main", gold=_after_hashes),
+    "gsm8k": Source("openai/gsm8k", "test", "question", "answer", (1319,), config="main"),
 }
+# How many golds may be unreadable from the first on before the others are not tried
+GOLDS_TRIED = 100
 # Problems of the embedded arithmetic set; its test split has no end of them
 ARITHMETIC_ROWS = 200
 
@@ -100,7 +93,7 @@ def load_benchmark(
         system_prompt, conversational: as in `load_problems`.
         max_rows: keep only the first rows.
 
-    Raises: FileNotFoundError; ValueError that says what was looked for and what was found.
+    Raises: FileNotFoundError; ValueError that says what was looked for and what was found, or that no answer can be read.
     """
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}; expected at least 1")
@@ -131,11 +124,21 @@ def load_benchmark(
     problem = problem or _first([known.problem] if known else [], ["problem", "prompt"], found)
     answer = answer or _first([known.answer] if known else [], ["answer"], found)
     require_fields(rows, source, (problem, answer), "Name the right ones with problem_field and answer_field")
-    gold = known.gold if known else lambda value: value
-    rows = [(where, {problem: row.get(problem), answer: gold(row.get(answer))}) for where, row in rows[:max_rows]]
+    rows = [(where, {problem: row.get(problem), answer: row.get(answer)}) for where, row in rows[:max_rows]]
     if suffix is None and known:
         suffix = MATH_PROMPT_SUFFIX
-    return Benchmark(name, build_dataset(rows, source, problem, answer, suffix, **options), source)
+    dataset = build_dataset(rows, source, problem, answer, suffix, **options)
+    _require_readable(dataset["answer"][:GOLDS_TRIED], source, answer)
+    return Benchmark(name, dataset, source)
+
+
+def _require_readable(golds: list[str | None], source: str, column: str) -> None:
+    """Refuses golds of which none can be read: every sample would count as wrong. Tries them until one can."""
+    if all(score_answer(gold, "") is None for gold in golds):
+        raise ValueError(
+            f"{source}, column {column!r}: none of the first {len(golds)} answers can be read as a math answer; the first is "
+            f"{golds[0]!r:.80}. Name the column of the answers alone with answer_field"
+        )
 
 
 def _from_hub(name: str, known: Source, revision: str) -> tuple[list[Row], str]:
