@@ -42,7 +42,7 @@ class ERPOTrainer(SharedPrefixMixin, QueryRegularizerMixin, TrustRegionMixin, Ad
             model="Qwen/Qwen2.5-0.5B-Instruct",
             reward_funcs=accuracy_reward,
             args=ERPOConfig("out", query_kl_coef=1e-2),
-            train_dataset=dataset,  # columns: prompt, answer
+            train_dataset=dataset,  # columns: prompt (which asks for a box), answer
         )
         trainer.train()
         ```
