@@ -146,6 +146,26 @@ def test_a_process_that_lags_behind_draws_nothing_twice(tmp_path):
     assert len(samples(tmp_path)) == 21 and not (tmp_path / "work").exists()
 
 
+def test_a_second_call_into_a_folder_at_work_is_refused(tmp_path):
+    """Made while the first one draws; the first goes on, and after it the second may."""
+    refused = []
+
+    def answer(request):
+        if not refused:
+            with pytest.raises(ValueError) as error:
+                run(tmp_path, StubBackend(by_seed), problems(["1"], name="second"))
+            refused.append(str(error.value))
+        return ONE
+
+    run(tmp_path, StubBackend(answer), problems(["1", "2"]))
+    assert refused == [
+        f"output: another evaluation is at work in {tmp_path}; give another --output, or wait until it is done"
+    ]
+    assert len(samples(tmp_path)) == 6
+    run(tmp_path, StubBackend(by_seed), problems(["1"], name="second"))
+    assert {row["benchmark"] for row in samples(tmp_path)} == {"set", "second"}
+
+
 def test_finished_pairs_are_kept_until_model_settings_or_problems_change(tmp_path, capsys):
     answer = lambda r: ONE  # noqa: E731
     engine = StubBackend(answer)

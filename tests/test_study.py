@@ -18,6 +18,7 @@ import yaml
 from erpo_trl import cli
 from erpo_trl.cli import InputError
 from erpo_trl.demo import MODEL_DIR
+from erpo_trl.locking import claimed, is_claimed
 from erpo_trl.study import measure, plots
 from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
@@ -26,7 +27,7 @@ from erpo_trl.study.runner import _start, expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import gather, write_pages
 from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
-from erpo_trl.study.worker import claimed, is_claimed, run_once, train_once, write_data
+from erpo_trl.study.worker import run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
 ROOT = Path(__file__).parents[1]

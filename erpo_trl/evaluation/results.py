@@ -4,6 +4,7 @@
     DIR/metrics.json, table.md, *.png
     DIR/work/PAIR.parquet       a finished pair, until samples.parquet holds it
     DIR/work/PAIR/BATCH.parquet a drawn batch, until its pair is finished
+    DIR/lock                    held by the call that is at work there
 
 Every file is written under another name first, so whatever is there is whole. The name of a pair holds a digest of all that
 its samples depend on, the name of a batch one of its requests: what was drawn for the same is found again, by any number of

@@ -4,9 +4,10 @@ Under several processes (`torchrun`, `accelerate launch`) each draws its share o
 folder, which all must see; the first scores them. Nothing else passes between the processes.
 """
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
 from .._version import __version__
 from ..cli import InputError
+from ..locking import FolderBusy, claimed
 from .backends import Request, TransformersBackend
 from .benchmarks import Benchmark, known_benchmarks, load_benchmark
 from .config import EvalConfig
@@ -135,6 +138,42 @@ def run_protocol(
     """Everything after loading. Args: model: as recorded, `weights` naming its contents; context: of the model, in tokens;
     make_backend: from the longest sequence in tokens to a backend, called only if something is left to draw."""
     folder = ResultFolder(config.output)
+    with _alone(folder, state):
+        return _run_alone(folder, config, model, tokenizer, benchmarks, context, make_backend, state)
+
+
+@contextlib.contextmanager
+def _alone(folder: ResultFolder, state: PartialState) -> Iterator[None]:
+    """The output folder to this call, whose first process holds it for all of them.
+
+    Raises: ValueError, on every process, where another call is at work there: the first to be done would clear away what the other
+    has drawn.
+    """
+    with contextlib.ExitStack() as held:
+        refusal = [None]
+        if state.is_main_process:
+            try:
+                held.enter_context(claimed(folder.path))
+            except FolderBusy:
+                refusal = [
+                    f"output: another evaluation is at work in {folder.path}; give another --output, or wait until it is done"
+                ]
+        broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise ValueError(refusal[0])
+        yield
+
+
+def _run_alone(
+    folder: ResultFolder,
+    config: EvalConfig,
+    model: dict,
+    tokenizer,
+    benchmarks: Sequence[Benchmark],
+    context: int | None,
+    make_backend: Callable,
+    state: PartialState,
+) -> dict | None:
     run = digest({"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}})
     tasks = []
     for benchmark in benchmarks:
