@@ -190,6 +190,11 @@ def test_unknown_benchmarks_are_named(name, message):
         (["--file", "no/such.jsonl"], "file: no such file 'no/such.jsonl'"),
         (["--benchmarks", "arithmetic", "arithmetic"], "two benchmarks are called arithmetic"),
         (["--model", "no/such/model"], "no/such/model"),
+        (
+            ["--chat_template_kwargs", "[1]"],
+            "chat_template_kwargs must be a mapping, on the command line as JSON such as",
+        ),
+        (["--chat_template_kwargs", "no"], "found 'no'"),
         (["--revision", "main"], "is a folder: it has no revision, found 'main'"),
     ],
 )
@@ -209,6 +214,14 @@ def test_bad_options_are_refused_in_one_line(tmp_path, options, message, capsys,
     assert cli.main(line + options) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_arguments_of_a_chat_template_that_is_not_there_are_refused(tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    byte_tokenizer(template=None).save_pretrained(tmp_path)
+    options = {"output": str(tmp_path / "out"), "benchmarks": ["arithmetic"], "chat_template_kwargs": {"a": 1}}
+    with pytest.raises(ValueError, match="the tokenizer of .* has no chat template; leave them out"):
+        evaluate(model=str(tmp_path), **options)
 
 
 def test_nothing_to_evaluate_is_refused(tmp_path):

@@ -5,6 +5,7 @@
     DIR/work/PAIR.parquet       a finished pair, until samples.parquet holds it
     DIR/work/PAIR/BATCH.parquet a drawn batch, until its pair is finished
     DIR/lock                    held by the call that is at work there
+    DIR/prompt_time.txt         when prompts were first rendered, where the chat template writes the date
 
 Every file is written under another name first, so whatever is there is whole. The name of a pair holds a digest of all that
 its samples depend on, the name of a batch one of its requests: what was drawn for the same is found again, by any number of
@@ -17,6 +18,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -73,6 +75,18 @@ class ResultFolder:
         self.work = self.path / "work"
         self.samples = self.path / "samples.parquet"
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def prompt_time(self) -> datetime:
+        """When prompts were first rendered for this folder: a template that writes the date is told this one for good, since
+        prompts with another date are others. Raises: ValueError for a file that holds no time."""
+        path = self.path / "prompt_time.txt"
+        if not path.is_file():
+            now = datetime.now().isoformat(timespec="seconds")
+            write_atomically(path, lambda temporary: temporary.write_text(now + "\n"))
+        try:
+            return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
+        except ValueError as error:
+            raise ValueError(f"{path} holds no time ({error}); delete it to begin with today's date") from error
 
     def stored_pairs(self) -> list[Pair]:
         """The pairs that samples.parquet holds."""

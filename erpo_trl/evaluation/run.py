@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from .._version import __version__
 from ..cli import InputError
 from ..locking import FolderBusy, claimed
+from ..query import clock
 from .backends import Request, TransformersBackend
 from .benchmarks import Benchmark, known_benchmarks, load_benchmark
 from .config import EvalConfig
@@ -54,6 +55,8 @@ def evaluate(config: EvalConfig | None = None, **settings) -> dict | None:
         )
     source = resolve_model(config.model, config.revision)
     tokenizer = load_tokenizer(source)
+    if config.chat_template_kwargs and tokenizer.chat_template is None:
+        raise ValueError(f"chat_template_kwargs: the tokenizer of {config.model} has no chat template; leave them out")
     benchmarks = load_benchmarks(config, conversational=tokenizer.chat_template is not None)
     model_config = AutoConfig.from_pretrained(source.name, revision=source.revision)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
@@ -174,10 +177,15 @@ def _run_alone(
     make_backend: Callable,
     state: PartialState,
 ) -> dict | None:
-    run = digest({"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}})
+    settings = {"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}}
+    if config.chat_template_kwargs:  # left out, so that evaluations without any stay what they were
+        settings["chat_template_kwargs"] = config.chat_template_kwargs
+    run = digest(settings)
+    chats = any(not isinstance(benchmark.dataset[0]["prompt"], str) for benchmark in benchmarks)
+    template = _template_arguments(config, tokenizer, folder, state) if chats else {}
     tasks = []
     for benchmark in benchmarks:
-        prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:])
+        prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:], template)
         content = digest(prompt_ids), digest(benchmark.dataset["answer"][:])
         tasks += [_Task(Pair(benchmark.name, t, run, *content), benchmark, prompt_ids) for t in config.temperatures]
     stored = folder.stored_pairs()
@@ -222,6 +230,26 @@ def _run_alone(
         print(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
     state.wait_for_everyone()
     return metrics
+
+
+def _template_arguments(config: EvalConfig, tokenizer, folder: ResultFolder, state: PartialState) -> dict:
+    """What chats are rendered with. A template that writes the date is given that of the folder's first call: past midnight, and
+    on a process that came later, prompts would be others than those that were drawn for."""
+    given = config.chat_template_kwargs or {}
+    template = tokenizer.get_chat_template(given.get("chat_template"))
+    if "date_string" in given or not clock.asks_for_the_time(template):
+        return given
+    when = [folder.prompt_time() if state.is_main_process else None]
+    broadcast_object_list(when)
+    told = clock.at(template, when[0])
+    if told is None:
+        if state.is_main_process:
+            print(
+                "The chat template writes the date: continued on another day, this evaluation begins anew. Fix the date by "
+                "chat_template_kwargs where the template takes one (Llama 3.2: date_string), or in the template"
+            )
+        return given
+    return {**given, "chat_template": told}
 
 
 def _announce(asked: int, todo: list[_Task], replaced: int) -> None:
