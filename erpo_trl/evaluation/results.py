@@ -12,11 +12,12 @@ its samples depend on, the name of a batch one of its requests: what was drawn f
 processes, and nothing else is.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -92,10 +93,11 @@ class ResultFolder:
         """The pairs that samples.parquet holds."""
         if not self.samples.is_file():
             return []
-        found = pq.read_schema(self.samples).metadata or {}
+        with _naming(self.samples):
+            found = pq.read_schema(self.samples).metadata or {}
         try:
             return [Pair(**fields) for fields in json.loads(found[METADATA])]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.samples} was not written by this version of erpo-trl eval; give another output folder"
             ) from error
@@ -150,4 +152,16 @@ class ResultFolder:
 def read_pair(samples: Path, pair: Pair, columns: Sequence[str] | None = None) -> pa.Table:
     """The samples of one pair, by row and sample."""
     chosen = [("benchmark", "=", pair.benchmark), ("temperature", "=", pair.temperature)]
-    return pq.read_table(samples, columns=columns, filters=chosen)
+    with _naming(samples):
+        return pq.read_table(samples, columns=columns, filters=chosen)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """pyarrow's errors about a broken file do not name it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); if it is broken, delete it and run erpo-trl eval again, into that folder"
+        ) from error
