@@ -183,6 +183,8 @@ def test_unknown_benchmarks_are_named(name, message):
     [
         (["--temperature", "1"], "unknown option in the command line: temperature (did you mean temperatures?)"),
         (["--backend", "sglang"], "backend must be one of 'transformers', 'vllm', found 'sglang'"),
+        (["--dtype", "float99"], "dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', found 'float99'"),
+        (["--output", __file__], f"output: {__file__} is a file; give a folder"),
         (["--samples", "-1"], "samples must be at least 0, found -1"),
         (["--temperatures", "0.1:1.0"], "'0.1:1.0' is neither a number nor a range"),
         (["--tensor_parallel_size", "2"], "tensor_parallel_size=2 needs backend 'vllm'"),
@@ -222,6 +224,13 @@ def test_arguments_of_a_chat_template_that_is_not_there_are_refused(tmp_path):
     options = {"output": str(tmp_path / "out"), "benchmarks": ["arithmetic"], "chat_template_kwargs": {"a": 1}}
     with pytest.raises(ValueError, match="the tokenizer of .* has no chat template; leave them out"):
         evaluate(model=str(tmp_path), **options)
+
+
+def test_a_config_file_in_another_encoding_is_named(tmp_path, capsys):
+    config = tmp_path / "eval.yaml"
+    config.write_bytes("model: démo\n".encode("latin-1"))
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert f"{config} is not in UTF-8" in capsys.readouterr().err
 
 
 def test_nothing_to_evaluate_is_refused(tmp_path):

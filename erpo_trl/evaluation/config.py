@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from ..rewards import TIME_LIMIT_S
 
 BACKENDS = ("transformers", "vllm")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Above it every model draws noise; a larger number is a slip, such as YAML's reading of 1:2:0.1 as base 60
 HIGHEST_TEMPERATURE = 10
 
@@ -147,8 +148,9 @@ class EvalConfig:
             raise ValueError(
                 "benchmarks and file are both empty: name at least one benchmark or give a file of problems"
             )
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, found {self.backend!r}")
+        for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {getattr(self, name)!r}")
         least = {
             "samples": 0, "max_new_tokens": 1, "tensor_parallel_size": 1, "batch_tokens": 1, "scoring_workers": 1,
             "bootstrap": 2, "max_rows": 1,

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
 from .._version import __version__
-from ..cli import InputError
+from ..cli import InputError, check_folder
 from ..locking import FolderBusy, claimed
 from ..query import clock
 from .backends import Request, TransformersBackend
@@ -47,6 +47,7 @@ def evaluate(config: EvalConfig | None = None, **settings) -> dict | None:
     if (config is None) != bool(settings):
         raise TypeError("give evaluate() either an EvalConfig or its fields as keywords")
     config = config or EvalConfig(**settings)
+    check_folder(config.output, "output")
     # A process that is done early waits for the others to finish drawing, not for a time-out
     state = PartialState(cpu=not torch.accelerator.is_available(), **_unlimited())
     if config.backend == "vllm" and state.num_processes > 1:
