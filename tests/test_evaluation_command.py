@@ -191,7 +191,9 @@ def test_unknown_benchmarks_are_named(name, message):
         (["--backend", "vllm"], "backend 'vllm' needs vLLM"),
         (["--file", "no/such.jsonl"], "file: no such file 'no/such.jsonl'"),
         (["--benchmarks", "arithmetic", "arithmetic"], "two benchmarks are called arithmetic"),
-        (["--model", "no/such/model"], "no/such/model"),
+        (["--model", "no/such/model"], "model: there is no folder 'no/such/model' (looked for /"),
+        (["--model", "runs/none"], "model: there is no folder 'runs/none' (looked for /"),
+        (["--model", "./nomodel"], "model: there is no folder './nomodel' (looked for /"),
         (
             ["--chat_template_kwargs", "[1]"],
             "chat_template_kwargs must be a mapping, on the command line as JSON such as",
@@ -281,5 +283,12 @@ def test_results_in_the_models_folder_do_not_rename_it(tmp_path):
     tiny_model("qwen2").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     before = resolve_model(str(tmp_path)).weights
-    (tmp_path / "metrics.json").write_text("{}")
-    assert resolve_model(str(tmp_path)).weights == before
+    for name in (
+        "metrics.json", "eval_results.json", "all_results.json", "train_results.json", "test_results.json",
+        "trainer_state.json", "prompt_time.txt",
+    ):  # fmt: skip
+        (tmp_path / name).write_text("{}")
+        assert resolve_model(str(tmp_path)).weights == before, name
+    # A file that a tokenizer may read does
+    (tmp_path / "tekken.json").write_text("{}")
+    assert resolve_model(str(tmp_path)).weights != before
