@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # Name -> (module, function, help). Imported when called: `--help` must not wait for torch.
 COMMANDS = {
@@ -51,6 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class InputError(ValueError):
     """Something the user gave is wrong; the message is all they need, no traceback."""
+
+
+def check_folder(path: str | Path, option: str) -> None:
+    """Before the work whose results go there. Raises: InputError where there cannot be a folder, since a file is in its place."""
+    path = Path(path)
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    if there is not None and not there.is_dir():
+        raise InputError(f"{option}: {there} is a file; give a folder")
 
 
 if __name__ == "__main__":

@@ -57,5 +57,7 @@ def _read(argv: Sequence[str], configs: Sequence[type], prog: str, **parser_opti
         return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     except yaml.YAMLError as error:
         raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{argv[argv.index('--config') + 1]} is not in UTF-8: {error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -43,14 +43,16 @@ def problems(golds, prompts=None, name="set"):
     return Benchmark(name, Dataset.from_dict({"prompt": prompts, "answer": golds}))
 
 
-def run(output, backend, *benchmarks, context=None, state=None, weights="w", plots=False, **settings):
+def run(output, backend, *benchmarks, context=None, state=None, weights="w", plots=False, tokenizer=None, **settings):
     """`run_protocol` on benchmarks given as data sets; without `plots` no figures, which take longer than all the rest."""
     options = {"temperatures": [0.8], "samples": 2, "max_new_tokens": 60, "scoring_workers": 1, "bootstrap": 100}
     config = EvalConfig(model="stub", output=str(output), benchmarks=["stub"], **options | settings)
     record = {"name": "stub", "adapter": None, "weights": weights}
     state = state or PartialState(cpu=True)
     with contextlib.nullcontext() if plots else mock.patch("erpo_trl.evaluation.run.plot_sweeps"):
-        return run_protocol(config, record, byte_tokenizer(), benchmarks, context, lambda longest: backend, state)
+        return run_protocol(
+            config, record, tokenizer or byte_tokenizer(), benchmarks, context, lambda longest: backend, state
+        )
 
 
 def samples(output):

@@ -310,11 +310,19 @@ def test_scaling_smoke_run(tmp_path):
         (["--full", "--smoke"], "full and smoke exclude each other"),
         (["--repetitions", "0"], "repetitions must be at least 1, found 0"),
         (["--model", "x", "--vocabularies", "64"], "vocabularies are for the model built in code"),
+        (["--output", __file__], f"--output: {__file__} is a file; give a folder"),
     ],
 )
 def test_bad_options_are_named(argv, message, capsys):
     assert cli.main(["bench", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shapes_that_cannot_be_measured_are_refused_in_one_line(tmp_path, capsys):
+    """A prompt of one token has no likelihood, so that the release's weight of it has no bound."""
+    line = ["bench", "--smoke", "--parts", "positions", "--shapes", "1x1x2", "--output", str(tmp_path)]
+    assert cli.main(line) == 2
+    assert "not to be measured with these shapes, vocabularies or model: query 0 has" in capsys.readouterr().err
 
 
 def test_shapes_are_read():

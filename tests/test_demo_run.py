@@ -40,6 +40,11 @@ def test_demo_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     assert "after ERPO" in text and "after GRPO" in text
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(capsys):
+    assert cli.main(["demo", "--output", __file__]) == 2
+    assert f"--output: {__file__} is a file; give a folder" in capsys.readouterr().err
+
+
 def test_table_prints_the_results():
     """Every cell comes from the results."""
     before = dict.fromkeys(TEMPERATURES, 0.25)

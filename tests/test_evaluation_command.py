@@ -192,13 +192,22 @@ def test_unknown_benchmarks_are_named(name, message):
     [
         (["--temperature", "1"], "unknown option in the command line: temperature (did you mean temperatures?)"),
         (["--backend", "sglang"], "backend must be one of 'transformers', 'vllm', found 'sglang'"),
+        (["--dtype", "float99"], "dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', found 'float99'"),
+        (["--output", __file__], f"output: {__file__} is a file; give a folder"),
         (["--samples", "-1"], "samples must be at least 0, found -1"),
         (["--temperatures", "0.1:1.0"], "'0.1:1.0' is neither a number nor a range"),
         (["--tensor_parallel_size", "2"], "tensor_parallel_size=2 needs backend 'vllm'"),
         (["--backend", "vllm"], "backend 'vllm' needs vLLM"),
         (["--file", "no/such.jsonl"], "file: no such file 'no/such.jsonl'"),
         (["--benchmarks", "arithmetic", "arithmetic"], "two benchmarks are called arithmetic"),
-        (["--model", "no/such/model"], "no/such/model"),
+        (["--model", "no/such/model"], "model: there is no folder 'no/such/model' (looked for /"),
+        (["--model", "runs/none"], "model: there is no folder 'runs/none' (looked for /"),
+        (["--model", "./nomodel"], "model: there is no folder './nomodel' (looked for /"),
+        (
+            ["--chat_template_kwargs", "[1]"],
+            "chat_template_kwargs must be a mapping, on the command line as JSON such as",
+        ),
+        (["--chat_template_kwargs", "no"], "found 'no'"),
         (["--revision", "main"], "is a folder: it has no revision, found 'main'"),
     ],
 )
@@ -218,6 +227,21 @@ def test_bad_options_are_refused_in_one_line(tmp_path, options, message, capsys,
     assert cli.main(line + options) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_arguments_of_a_chat_template_that_is_not_there_are_refused(tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    byte_tokenizer(template=None).save_pretrained(tmp_path)
+    options = {"output": str(tmp_path / "out"), "benchmarks": ["arithmetic"], "chat_template_kwargs": {"a": 1}}
+    with pytest.raises(ValueError, match="the tokenizer of .* has no chat template; leave them out"):
+        evaluate(model=str(tmp_path), **options)
+
+
+def test_a_config_file_in_another_encoding_is_named(tmp_path, capsys):
+    config = tmp_path / "eval.yaml"
+    config.write_bytes("model: démo\n".encode("latin-1"))
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert f"{config} is not in UTF-8" in capsys.readouterr().err
 
 
 def test_nothing_to_evaluate_is_refused(tmp_path):
@@ -268,5 +292,12 @@ def test_results_in_the_models_folder_do_not_rename_it(tmp_path):
     tiny_model("qwen2").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     before = resolve_model(str(tmp_path)).weights
-    (tmp_path / "metrics.json").write_text("{}")
-    assert resolve_model(str(tmp_path)).weights == before
+    for name in (
+        "metrics.json", "eval_results.json", "all_results.json", "train_results.json", "test_results.json",
+        "trainer_state.json", "prompt_time.txt",
+    ):  # fmt: skip
+        (tmp_path / name).write_text("{}")
+        assert resolve_model(str(tmp_path)).weights == before, name
+    # A file that a tokenizer may read does
+    (tmp_path / "tekken.json").write_text("{}")
+    assert resolve_model(str(tmp_path)).weights != before

@@ -115,3 +115,65 @@ def test_command_prints_and_writes(tmp_path, capsys):
 def test_command_refuses_in_one_line(arguments, message, capsys):
     assert cli.main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_other_settings_and_prompts_are_named(tmp_path):
+    base = evaluation(tmp_path / "base", 20)
+    assert "differ" not in compare([base, evaluation(tmp_path / "same", 30, seed=5)])[0].partition("##")[0]
+    other = evaluation(tmp_path / "other", 20, max_new_tokens=24, system_prompt="Think.", dtype="float16")
+    text, _ = compare([base, other])
+    assert (
+        "The runs have different max_new_tokens (base: 60, other: 24): their differences may come from that." in text
+    )
+    assert "different system_prompt (base: None, other: 'Think.')" in text
+    assert "different dtype (base: 'auto', other: 'float16')" in text and "prompts differ" not in text
+    prompts = [f"another {index}" for index in range(len(GOLDS))]
+    run(
+        tmp_path / "prompts",
+        StubBackend(lambda r: "", size=100),
+        problems(GOLDS, prompts, "math500"),
+        temperatures=[0.1],
+    )
+    text, _ = compare([base, tmp_path / "prompts"])
+    assert "math500: the runs' prompts differ in their tokens" in text
+
+
+def test_labels_are_text(tmp_path):
+    """A bar ends no cell of a table, and a dollar begins no formula in a plot."""
+    base, better = evaluation(tmp_path / "base", 20), evaluation(tmp_path / "better", 30)
+    names = ["a|b", "$\\frac{$"]
+    assert cli.main(["compare", base, better, "--names", *names, "--output", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out" / "compare.md").read_text().splitlines()
+    assert any(line.startswith("| a\\|b ") for line in lines) and not any("a|b" in line for line in lines)
+    assert (tmp_path / "out" / "pass_at_1.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("metrics.json", "{}", "metrics.json is not what erpo-trl eval writes, or not all of it (without 'settings')"),
+        ("metrics.json", '{"settings": {"samp', "metrics.json is not what erpo-trl eval writes, or not all of it (Unterminated"),
+        ("metrics.json", '{"settings": {"samples": "x"}}', "(samples is 'x'): run erpo-trl eval again, into that folder"),
+        ("samples.parquet", "nothing", "samples.parquet cannot be read (Parquet file size is 7 bytes"),
+        ("samples.parquet", None, "has no samples.parquet, or one without samples"),
+    ],
+)  # fmt: skip
+def test_broken_files_of_an_evaluation_are_named(tmp_path, name, content, message, capsys):
+    base = evaluation(tmp_path / "base", 20)
+    (tmp_path / "base" / name).unlink()
+    if content is not None:
+        (tmp_path / "base" / name).write_text(content)
+    assert cli.main(["compare", base]) == 2
+    error = capsys.readouterr().err
+    assert message in error and base in error
+
+
+def test_output_that_would_do_harm_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    base = evaluation(tmp_path / "base", 20)
+    monkeypatch.setattr("erpo_trl.evaluation.compare.compare", None)
+    (tmp_path / "file").write_text("")
+    for output in ("file", "file/below"):
+        assert cli.main(["compare", base, "--output", str(tmp_path / output)]) == 2
+        assert f"--output: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
+    assert cli.main(["compare", base, "--output", base]) == 2
+    assert f"--output: {base} is the folder of an evaluation, whose plots" in capsys.readouterr().err

@@ -1,10 +1,14 @@
 """The protocol on a backend without a model: problems are rows, seeds are distinct, nothing is drawn twice."""
 
 import re
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+import transformers.utils.chat_template_utils as templates
 from evaluation_helpers import StubBackend, problems, read_metrics, run, samples, values
+from helpers import TEMPLATE, byte_tokenizer, chat
+from test_clock import DATED
 
 ONE = "\\boxed{1}"
 
@@ -18,6 +22,16 @@ class Rank(SimpleNamespace):
 
     def wait_for_everyone(self):
         pass
+
+
+def set_day(monkeypatch, day: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 12, day)
+
+    monkeypatch.setattr(templates, "datetime", Clock)
+    monkeypatch.setattr("erpo_trl.evaluation.results.datetime", Clock)
 
 
 def by_seed(request):
@@ -144,6 +158,71 @@ def test_a_process_that_lags_behind_draws_nothing_twice(tmp_path):
     run(tmp_path, second, problems(["1"] * 7), state=Late(process_index=1, num_processes=2))
     assert len(other.log) == 8 + 1 and len(first.log) == 12 and second.log == []
     assert len(samples(tmp_path)) == 21 and not (tmp_path / "work").exists()
+
+
+def test_a_second_call_into_a_folder_at_work_is_refused(tmp_path):
+    """Made while the first one draws; the first goes on, and after it the second may."""
+    refused = []
+
+    def answer(request):
+        if not refused:
+            with pytest.raises(ValueError) as error:
+                run(tmp_path, StubBackend(by_seed), problems(["1"], name="second"))
+            refused.append(str(error.value))
+        return ONE
+
+    run(tmp_path, StubBackend(answer), problems(["1", "2"]))
+    assert refused == [
+        f"output: another evaluation is at work in {tmp_path}; give another --output, or wait until it is done"
+    ]
+    assert len(samples(tmp_path)) == 6
+    run(tmp_path, StubBackend(by_seed), problems(["1"], name="second"))
+    assert {row["benchmark"] for row in samples(tmp_path)} == {"set", "second"}
+
+
+def prompts_of(output, monkeypatch=None, day=None, template=TEMPLATE, **settings):
+    """The prompts of a run on chats, in words, with transformers' clock on a day of December 2031."""
+    if day is not None:
+        set_day(monkeypatch, day)
+    tokenizer, seen = byte_tokenizer(template=template), set()
+
+    def answer(request):
+        seen.add(tokenizer.decode(request.prompt_ids))
+        return ONE
+
+    run(output, StubBackend(answer), problems(["1"], [chat("ab")]), tokenizer=tokenizer, **settings)
+    return seen
+
+
+def test_a_template_that_writes_the_date_writes_the_first_calls(tmp_path, monkeypatch):
+    """Another temperature a day later has the same prompts, and what was finished the day before stays."""
+    [first] = prompts_of(tmp_path, monkeypatch, 29, template=DATED)
+    assert "Today is 29 Dec 2031" in first
+    assert prompts_of(tmp_path, monkeypatch, 30, template=DATED) == set()
+    assert prompts_of(tmp_path, monkeypatch, 30, template=DATED, temperatures=[1.0]) == {first}
+    assert {row["temperature"] for row in samples(tmp_path)} == {0.8, 1.0}
+    [other] = prompts_of(tmp_path / "other", monkeypatch, 30, template=DATED)
+    assert "Today is 30 Dec 2031" in other
+    (tmp_path / "prompt_time.txt").write_text("yesterday")
+    with pytest.raises(ValueError, match="prompt_time.txt holds no time .*delete it to begin with today's date"):
+        prompts_of(tmp_path, template=DATED)
+
+
+def test_a_date_that_cannot_be_fixed_is_said(tmp_path, capsys):
+    prompts_of(tmp_path, template="{% set form = '%Y' %}{{ strftime_now(form) }}" + TEMPLATE)
+    assert "chat_template_kwargs where the template takes one" in capsys.readouterr().out
+    prompts_of(tmp_path / "plain")
+    assert "writes the date" not in capsys.readouterr().out and not (tmp_path / "plain" / "prompt_time.txt").exists()
+
+
+def test_arguments_of_the_chat_template_reach_the_prompts(tmp_path):
+    """And are among the settings: with others, the pair is drawn anew."""
+    template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    [plain] = prompts_of(tmp_path, template=template)
+    [without] = prompts_of(tmp_path, template=template, chat_template_kwargs='{"enable_thinking": false}')
+    assert without == plain + "no thoughts"
+    assert read_metrics(tmp_path)["settings"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert len(samples(tmp_path)) == 3
 
 
 def test_finished_pairs_are_kept_until_model_settings_or_problems_change(tmp_path, capsys):

@@ -18,6 +18,7 @@ import yaml
 from erpo_trl import cli
 from erpo_trl.cli import InputError
 from erpo_trl.demo import MODEL_DIR
+from erpo_trl.locking import claimed, is_claimed
 from erpo_trl.study import measure, plots
 from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
@@ -26,7 +27,7 @@ from erpo_trl.study.runner import _start, expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import gather, write_pages
 from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
-from erpo_trl.study.worker import claimed, is_claimed, run_once, train_once, write_data
+from erpo_trl.study.worker import run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -145,11 +146,56 @@ def test_one_setting_under_two_names_is_refused(tmp_path):
         ({"evaluation": {"temperatures": "warm"}}, "temperatures: 'warm' is neither a number nor a range"),
         ({"summary": {"baseline": "grpo"}}, "summary: there is no variant 'grpo'; there are erpo"),
         ({"base": "nowhere.yaml"}, r"no file .*nowhere\.yaml"),
+        ({"base": 5}, r"q\.question\.yaml: base must be text, found 5"),
+        ({"claim": 5}, "claim must be text, found 5"),
+        ({"train": ["x"]}, r"q\.question\.yaml, train: must map names to values, found \['x'\]"),
+        ({"train": "x"}, "train: must map names to values, found 'x'"),
+        ({"summary": 5}, "summary: must map names to values, found 5"),
+        ({"summary": {"pairs": ["ab"]}}, r"summary: lines must be a list .* found \[\] and \['ab'\]"),
+        ({"variants": {"a": {"max_steps": "many"}}}, "a: max_steps must be a whole number >= 0, found 'many'"),
+        ({"evaluation": {"temperatures": None}}, "evaluation: temperatures must be a list, found None"),
+        ({"question": "../../evil"}, "a question's name is part of file names: .*evil"),
+        ({"question": "index"}, "question 'index' would have the page that lists all questions"),
     ],
 )
 def test_a_wrong_question_is_refused_before_anything_runs(tmp_path, keys, message):
     with pytest.raises(InputError, match=message):
         read_questions(write_study(tmp_path, q=keys))
+
+
+@pytest.mark.parametrize(
+    "part, value, message",
+    [
+        ("data", None, r"base\.yaml, data: must map names to values, found None"),
+        ("train", None, r"base\.yaml, train: must map names to values, found None"),
+        ("evaluation", [1], r"base\.yaml, evaluation: must map names to values, found \[1\]"),
+        ("data", {**TINY["data"], "levels": 1}, "levels must be of .*, found 1"),
+        (
+            "train",
+            {"model_name_or_path": None, "max_steps": 1},
+            "model_name_or_path must be a folder or hub id, found None",
+        ),
+    ],
+)
+def test_a_wrong_base_is_refused(tmp_path, part, value, message):
+    paths = write_study(tmp_path, q={})
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({**TINY, part: value}))
+    with pytest.raises(InputError, match=message):
+        read_questions(paths)
+
+
+def test_a_recipe_in_another_encoding_is_named(tmp_path):
+    [path] = write_study(tmp_path, q={})
+    path.write_bytes(path.read_bytes() + "# é".encode("latin-1"))
+    with pytest.raises(InputError, match=r"q\.question\.yaml is not in UTF-8"):
+        read_questions([path])
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, capsys):
+    [path] = write_study(tmp_path, q={})
+    for option in ("--output", "--work", "--smoke"):
+        assert cli.main(["study", "--config", str(path), "--summarise", option, str(path)]) == 2
+        assert f"{option}: {path} is a file; give a folder" in capsys.readouterr().err
 
 
 def test_a_missing_key_and_an_unknown_question_are_named(tmp_path):

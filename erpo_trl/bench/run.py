@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging
 
 from .. import __version__
-from ..cli import InputError
+from ..cli import InputError, check_folder
 from ..options import parse_options
 from .config import SMOKE, BenchConfig, Dimensions, Shapes
 from .evaluation import measure_evaluation
@@ -211,9 +211,12 @@ def _quiet() -> Iterator[None]:
 def main(argv: Sequence[str]) -> None:
     """`erpo-trl bench`."""
     [config] = parse_options(argv, (BenchConfig,), "erpo-trl bench")
+    check_folder(config.output, "--output")
     keep_freed_memory()
     try:
         result = run(config)
     except OSError as error:
         raise InputError(str(error)) from error
+    except ValueError as error:
+        raise InputError(f"not to be measured with these shapes, vocabularies or model: {error}") from error
     print(f"\n{heading(result)}\nKept in {os.path.abspath(config.output)}: bench.json, table.md, summary.md")

@@ -21,7 +21,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from ..cli import InputError
+from ..cli import InputError, check_folder
 from ..data import load_arithmetic
 from ..query.divergence import query_kl
 from ..query.likelihood import scored_token_mask
@@ -221,6 +221,7 @@ def main(argv: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     if options.held_out < 1:
         raise InputError(f"--held_out must be at least 1, found {options.held_out}")
+    check_folder(options.output, "--output")
     # More threads gain nothing on a model this small, and wait for each other wherever a core is busy with something else
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     transformers.utils.logging.disable_progress_bar()

@@ -7,30 +7,40 @@ paired bootstrap, in which every run is measured on the same drawn problems.
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import yaml
 
-from ..cli import InputError
+from ..cli import InputError, check_folder
 from .metrics import BAND_LABELS, band_values, bootstrap_means, in_band, train_eval_gap, with_errors
-from .report import Values, markdown, plot_sweeps, read_values
+from .report import Values, escaped, markdown, plot_sweeps, read_values
 from .results import ResultFolder, write_atomically
 
 # Temperatures that the paper's Tables 2 and 6 show
 SHOWN_TEMPERATURES = (0.1, 0.6, 1.0, 1.5)
+# Settings that samples depend on, but for the seed, of which differences are made to be independent; the prompts' are seen in
+# their tokens too, these say which
+COMPARED_SETTINGS = (
+    "max_new_tokens", "prompt_suffix", "system_prompt", "chat_template_kwargs", "backend", "tensor_parallel_size", "dtype",
+)  # fmt: skip
 INTERVAL = (2.5, 97.5)  # percentiles
 
 
 @dataclass(frozen=True)
 class Run:
-    """An evaluation as it is compared. Args: name: its label; samples: k; values: per problem; golds: a digest per benchmark."""
+    """An evaluation as it is compared.
+
+    Args: name: its label; samples: k; values: per problem; golds, prompts: a digest per benchmark; settings: of `EvalConfig`.
+    """
 
     name: str
     samples: int
     values: Values
     golds: dict[str, str]
+    prompts: dict[str, str]
+    settings: Mapping
 
 
 def load_run(path: str | Path, name: str | None = None) -> Run:
@@ -40,10 +50,30 @@ def load_run(path: str | Path, name: str | None = None) -> Run:
         raise ValueError(
             f"{path} has no metrics.json: not an output folder of erpo-trl eval, or one that is not finished"
         )
-    samples = json.loads((path / "metrics.json").read_text(encoding="utf-8"))["settings"]["samples"]
+    settings = _settings(path / "metrics.json")
     folder = ResultFolder(path)
-    golds = {pair.benchmark: pair.golds for pair in folder.stored_pairs()}
-    return Run(name or path.resolve().name, samples, read_values(folder, samples)[0], golds)
+    pairs = folder.stored_pairs()
+    if not pairs:
+        raise ValueError(
+            f"{path} has no samples.parquet, or one without samples: run erpo-trl eval again, into that folder"
+        )
+    golds, prompts = ({pair.benchmark: getattr(pair, name) for pair in pairs} for name in ("golds", "prompts"))
+    values, _ = read_values(folder, settings["samples"])
+    return Run(name or path.resolve().name, settings["samples"], values, golds, prompts, settings)
+
+
+def _settings(path: Path) -> dict:
+    """Of an evaluation, from its metrics.json. Raises: ValueError that names the file."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        if not isinstance(settings["samples"], int):
+            raise TypeError(f"samples is {settings['samples']!r}")
+    except (ValueError, TypeError, KeyError) as error:
+        why = f"without {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{path} is not what erpo-trl eval writes, or not all of it ({why}): run erpo-trl eval again, into that folder"
+        ) from error
+    return settings
 
 
 def align(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -76,11 +106,25 @@ def align(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
         common[benchmark] = sorted(temperatures)
     if not common:
         raise ValueError("the runs share no benchmark and temperature: " + " ".join(notes))
-    aligned = [
-        Run(run.name, run.samples, {b: {t: run.values[b][t] for t in ts} for b, ts in common.items()}, run.golds)
-        for run in runs
-    ]
-    return aligned, notes
+    aligned = [replace(run, values={b: {t: run.values[b][t] for t in ts} for b, ts in common.items()}) for run in runs]
+    return aligned, [*notes, *differing(aligned)]
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Sentences on what the samples of the runs depend on beside the model, where it is not the same in all."""
+    notes = []
+    for name in COMPARED_SETTINGS:
+        found = {run.name: run.settings.get(name) for run in runs}
+        if len({json.dumps(value, sort_keys=True) for value in found.values()}) > 1:
+            each = ", ".join(f"{run}: {value!r}" for run, value in found.items())
+            notes.append(f"The runs have different {name} ({each}): their differences may come from that.")
+    others = [b for b in runs[0].values if len({run.prompts[b] for run in runs}) > 1]
+    if others:
+        notes.append(
+            f"{', '.join(others)}: the runs' prompts differ in their tokens (text, chat template or its date, tokenizer): their "
+            "differences may come from that."
+        )
+    return notes
 
 
 def interval(
@@ -115,7 +159,7 @@ def sweep_table(runs: Sequence[Run], metric: str, paper: Mapping | None) -> str:
     for run, values in zip(runs[1:], means[1:]):
         triples = [interval({b: values[b] for b in of}, {b: means[0][b] for b in of}) for of in columns.values()]
         rows.append([f"{run.name} − {runs[0].name}", *("{:+.3f} [{:+.3f}, {:+.3f}]".format(*t) for t in triples)])
-    return markdown(rows)
+    return markdown(escaped(rows))
 
 
 def _printed_rows(paper: Mapping, metric: str, columns: Mapping[str, list[str]]) -> list[list[str]]:
@@ -160,7 +204,7 @@ def temperature_table(runs: Sequence[Run], benchmark: str, paper: Mapping | None
         shown = [interval({benchmark: c[index]["pass@1"]}, {benchmark: c[0]["pass@1"]}) for c in columns.values()]
         cells = ["{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in triple)) for triple in shown]
         rows.append([f"{run.name} − {runs[0].name}", *cells])
-    return markdown(rows)
+    return markdown(escaped(rows))
 
 
 def gap_table(paper: Mapping) -> str:
@@ -169,7 +213,7 @@ def gap_table(paper: Mapping) -> str:
     for method in ("grpo", "erpo"):
         gaps = [train_eval_gap(paper["table5"][method]["train"], paper["table5"][method][tp]) for tp in ("tp1", "tp2")]
         rows.append([f"paper: {method}", *(f"{gap:.2f}" for gap in [*gaps, sum(gaps) / 2])])
-    return markdown(rows)
+    return markdown(escaped(rows))
 
 
 def paper_tables() -> dict:
@@ -235,6 +279,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--paper", action="store_true", help="set the paper's numbers beside the runs'")
     parser.add_argument("--output", type=Path, help="folder for compare.md and the plots; default: print only")
     options = parser.parse_args(argv)
+    if options.output is not None:
+        check_folder(options.output, "--output")
+        if (options.output / "samples.parquet").exists():
+            raise InputError(
+                f"--output: {options.output} is the folder of an evaluation, whose plots would be overwritten; give another"
+            )
     try:
         text, curves = compare(options.folders, options.names, options.paper)
     except (ValueError, OSError) as error:

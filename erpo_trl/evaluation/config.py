@@ -1,5 +1,7 @@
 """EvalConfig: everything an evaluation depends on. Every default stands here."""
 
+import contextlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -7,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from ..rewards import TIME_LIMIT_S
 
 BACKENDS = ("transformers", "vllm")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Above it every model draws noise; a larger number is a slip, such as YAML's reading of 1:2:0.1 as base 60
 HIGHEST_TEMPERATURE = 10
 
@@ -65,6 +68,8 @@ class EvalConfig:
             (reason inside `<think></think>`, box the answer), for `arithmetic` and own files none.
         system_prompt (`str`, *optional*):
             System turn before every problem.
+        chat_template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments of the chat template, such as Qwen3's `enable_thinking`; on the command line JSON. As in training.
         max_rows (`int`, *optional*):
             Keep only the first rows of each benchmark.
         temperatures (`list[str]`, *optional*, defaults to `["0.1:1.0:0.1", "1.2", "1.3", "1.4", "1.5"]`):
@@ -106,6 +111,9 @@ class EvalConfig:
     answer_field: str | None = field(default=None, metadata={"help": "Column of local files with the gold answer."})
     prompt_suffix: str | None = field(default=None, metadata={"help": "Text appended to every problem."})
     system_prompt: str | None = field(default=None, metadata={"help": "System turn before every problem."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     max_rows: int | None = field(default=None, metadata={"help": "Keep only the first rows of each benchmark."})
     temperatures: list[str] = field(
         default_factory=lambda: ["0.1:1.0:0.1", "1.2", "1.3", "1.4", "1.5"],
@@ -127,13 +135,22 @@ class EvalConfig:
         for name in ("benchmarks", "file"):  # `benchmarks: math500` in YAML
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
+        if isinstance(self.chat_template_kwargs, str):  # of the command line
+            with contextlib.suppress(ValueError):
+                self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+        if not isinstance(self.chat_template_kwargs or {}, dict):
+            raise ValueError(
+                "chat_template_kwargs must be a mapping, on the command line as JSON such as '{\"enable_thinking\": false}', found "
+                f"{self.chat_template_kwargs!r}"
+            )
         self.temperatures = parse_temperatures(self.temperatures)
         if not self.benchmarks and not self.file:
             raise ValueError(
                 "benchmarks and file are both empty: name at least one benchmark or give a file of problems"
             )
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, found {self.backend!r}")
+        for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, found {getattr(self, name)!r}")
         least = {
             "samples": 0, "max_new_tokens": 1, "tensor_parallel_size": 1, "batch_tokens": 1, "scoring_workers": 1,
             "bootstrap": 2, "max_rows": 1,

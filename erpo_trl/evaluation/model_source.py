@@ -11,17 +11,13 @@ from transformers.utils.hub import extract_commit_hash
 
 from ..demo import MODEL_DIR
 
-# Files at the top of a model folder that decide what it generates. The others that training leaves there do not.
+# Files at the top of a model folder that decide what it generates; what else lies there does not. By ending, since tokenizers of
+# many kinds name theirs as they like, but for those that training, evaluation and users are known to leave there.
 _DECISIVE = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
-_NEUTRAL = {
-    "training_args.bin",
-    "trainer_state.json",
-    "erpo_state.json",
-    "README.md",
-    "metrics.json",
-    "all_results.json",
-    "train_results.json",
-}
+_NEUTRAL = (
+    "training_args.bin", "optimizer.bin", "scheduler.bin", "trainer_state.json", "erpo_state.json", "metrics.json", "result.json",
+    "*_results.json", "log_history.json", "modelcard.json", "prompt_time.txt", "log.txt", "requirements.txt", "LICENSE.txt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,18 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     name = str(MODEL_DIR) if name == "demo" else name
     if Path(name).is_dir() and revision is not None:
         raise ValueError(f"model {name} is a folder: it has no revision, found {revision!r}")
-    adapter_config = find_adapter_config_file(name, revision=revision)
+    try:
+        adapter_config = find_adapter_config_file(name, revision=revision)
+        weights = _weights(name, revision, "config.json") if adapter_config is None else None
+    except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            raise
+        # transformers takes whatever is no folder for a hub id, and speaks of nothing else
+        raise ValueError(
+            f"model: there is no folder {name!r} (looked for {Path(name).resolve()}), and on the hub: {error}"
+        ) from error
     if adapter_config is None:
-        return ModelSource(name, revision, None, None, name, _weights(name, revision, "config.json"))
+        return ModelSource(name, revision, None, None, name, weights)
     config = json.loads(Path(adapter_config).read_text())
     base, base_revision = config["base_model_name_or_path"], config.get("revision")
     try:
@@ -86,7 +91,8 @@ def _weights(name: str, revision: str | None, config: str) -> str:
         return extract_commit_hash(cached_file(name, config, revision=revision), None)
     digest = xxhash.xxh3_128()
     for path in sorted(folder.iterdir()):
-        if path.suffix in _DECISIVE and path.name not in _NEUTRAL and path.is_file():
+        neutral = any(path.match(pattern) for pattern in _NEUTRAL)
+        if path.suffix in _DECISIVE and not neutral and path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 while chunk := file.read(1 << 24):

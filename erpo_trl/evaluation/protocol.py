@@ -1,6 +1,6 @@
 """What is drawn for a benchmark at a temperature, and what becomes of the draws. No files and no model here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -33,14 +33,17 @@ SCORED = pa.schema(
 )
 
 
-def tokenize_prompts(tokenizer, prompts: list) -> list[tuple[int, ...]]:
-    """Token ids of prompts: chat messages through the chat template with a generation prompt, as in training; or plain texts."""
+def tokenize_prompts(tokenizer, prompts: list, template: Mapping | None = None) -> list[tuple[int, ...]]:
+    """Token ids of prompts: chat messages through the chat template with a generation prompt, as in training; or plain texts.
+
+    Args: template: arguments that chats are rendered with.
+    """
     if isinstance(prompts[0], str):
         ids = tokenizer(prompts)["input_ids"]
     else:
-        ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        ids = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(template or {})
+        )["input_ids"]
     return [tuple(row) for row in ids]
 
 

@@ -88,6 +88,11 @@ def markdown(rows: list[list[str]]) -> str:
     )
 
 
+def escaped(rows: list[list[str]]) -> list[list[str]]:
+    """Cells in which a bar, as in a name that a user gave, ends no cell."""
+    return [[cell.replace("|", "\\|") for cell in row] for row in rows]
+
+
 def shown_metrics(entry: Mapping) -> list[str]:
     """The metrics of an entry that tables show: of Pass@k only the largest k and the draw of Pass@1."""
     passes = [name for name in entry if name.startswith("pass@") and name != "pass@1"]
@@ -139,6 +144,7 @@ def plot_sweeps(curves: Mapping[str, Mapping[str, Mapping]], metric: str, path: 
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    from ..report.drawing import shown  # which needs matplotlib
 
     columns = min(3, len(curves))
     lines = -(-len(curves) // columns)
@@ -149,9 +155,9 @@ def plot_sweeps(curves: Mapping[str, Mapping[str, Mapping]], metric: str, path: 
             points = sorted((float(t), entry[metric]) for t, entry in by_temperature.items() if metric in entry)
             axis.errorbar(
                 [t for t, _ in points], [p["value"] for _, p in points], yerr=[p["se"] for _, p in points],
-                label=label, marker="o", markersize=3, capsize=2,
+                label=shown(label), marker="o", markersize=3, capsize=2,
             )  # fmt: skip
-        axis.set(title=benchmark, xlabel="sampling temperature", ylabel=metric)
+        axis.set(title=shown(benchmark), xlabel="sampling temperature", ylabel=metric)
         axis.grid(alpha=0.3)
         if len(runs) > 1:
             axis.legend(fontsize=8)

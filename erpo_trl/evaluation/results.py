@@ -4,18 +4,22 @@
     DIR/metrics.json, table.md, *.png
     DIR/work/PAIR.parquet       a finished pair, until samples.parquet holds it
     DIR/work/PAIR/BATCH.parquet a drawn batch, until its pair is finished
+    DIR/lock                    held by the call that is at work there
+    DIR/prompt_time.txt         when prompts were first rendered, where the chat template writes the date
 
 Every file is written under another name first, so whatever is there is whole. The name of a pair holds a digest of all that
 its samples depend on, the name of a batch one of its requests: what was drawn for the same is found again, by any number of
 processes, and nothing else is.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -73,14 +77,27 @@ class ResultFolder:
         self.samples = self.path / "samples.parquet"
         self.path.mkdir(parents=True, exist_ok=True)
 
+    def prompt_time(self) -> datetime:
+        """When prompts were first rendered for this folder: a template that writes the date is told this one for good, since
+        prompts with another date are others. Raises: ValueError for a file that holds no time."""
+        path = self.path / "prompt_time.txt"
+        if not path.is_file():
+            now = datetime.now().isoformat(timespec="seconds")
+            write_atomically(path, lambda temporary: temporary.write_text(now + "\n"))
+        try:
+            return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
+        except ValueError as error:
+            raise ValueError(f"{path} holds no time ({error}); delete it to begin with today's date") from error
+
     def stored_pairs(self) -> list[Pair]:
         """The pairs that samples.parquet holds."""
         if not self.samples.is_file():
             return []
-        found = pq.read_schema(self.samples).metadata or {}
+        with _naming(self.samples):
+            found = pq.read_schema(self.samples).metadata or {}
         try:
             return [Pair(**fields) for fields in json.loads(found[METADATA])]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.samples} was not written by this version of erpo-trl eval; give another output folder"
             ) from error
@@ -135,4 +152,16 @@ class ResultFolder:
 def read_pair(samples: Path, pair: Pair, columns: Sequence[str] | None = None) -> pa.Table:
     """The samples of one pair, by row and sample."""
     chosen = [("benchmark", "=", pair.benchmark), ("temperature", "=", pair.temperature)]
-    return pq.read_table(samples, columns=columns, filters=chosen)
+    with _naming(samples):
+        return pq.read_table(samples, columns=columns, filters=chosen)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """pyarrow's errors about a broken file do not name it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); if it is broken, delete it and run erpo-trl eval again, into that folder"
+        ) from error

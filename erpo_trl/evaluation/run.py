@@ -4,9 +4,10 @@ Under several processes (`torchrun`, `accelerate launch`) each draws its share o
 folder, which all must see; the first scores them. Nothing else passes between the processes.
 """
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +15,13 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import AutoConfig
 
 from .._version import __version__
-from ..cli import InputError
+from ..cli import InputError, check_folder
+from ..locking import FolderBusy, claimed
+from ..query import clock
 from .backends import Request, TransformersBackend
 from .benchmarks import Benchmark, known_benchmarks, load_benchmark
 from .config import EvalConfig
@@ -43,6 +47,7 @@ def evaluate(config: EvalConfig | None = None, **settings) -> dict | None:
     if (config is None) != bool(settings):
         raise TypeError("give evaluate() either an EvalConfig or its fields as keywords")
     config = config or EvalConfig(**settings)
+    check_folder(config.output, "output")
     # A process that is done early waits for the others to finish drawing, not for a time-out
     state = PartialState(cpu=not torch.accelerator.is_available(), **_unlimited())
     if config.backend == "vllm" and state.num_processes > 1:
@@ -51,6 +56,8 @@ def evaluate(config: EvalConfig | None = None, **settings) -> dict | None:
         )
     source = resolve_model(config.model, config.revision)
     tokenizer = load_tokenizer(source)
+    if config.chat_template_kwargs and tokenizer.chat_template is None:
+        raise ValueError(f"chat_template_kwargs: the tokenizer of {config.model} has no chat template; leave them out")
     benchmarks = load_benchmarks(config, conversational=tokenizer.chat_template is not None)
     model_config = AutoConfig.from_pretrained(source.name, revision=source.revision)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
@@ -135,10 +142,51 @@ def run_protocol(
     """Everything after loading. Args: model: as recorded, `weights` naming its contents; context: of the model, in tokens;
     make_backend: from the longest sequence in tokens to a backend, called only if something is left to draw."""
     folder = ResultFolder(config.output)
-    run = digest({"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}})
+    with _alone(folder, state):
+        return _run_alone(folder, config, model, tokenizer, benchmarks, context, make_backend, state)
+
+
+@contextlib.contextmanager
+def _alone(folder: ResultFolder, state: PartialState) -> Iterator[None]:
+    """The output folder to this call, whose first process holds it for all of them.
+
+    Raises: ValueError, on every process, where another call is at work there: the first to be done would clear away what the other
+    has drawn.
+    """
+    with contextlib.ExitStack() as held:
+        refusal = [None]
+        if state.is_main_process:
+            try:
+                held.enter_context(claimed(folder.path))
+            except FolderBusy:
+                refusal = [
+                    f"output: another evaluation is at work in {folder.path}; give another --output, or wait until it is done"
+                ]
+        broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise ValueError(refusal[0])
+        yield
+
+
+def _run_alone(
+    folder: ResultFolder,
+    config: EvalConfig,
+    model: dict,
+    tokenizer,
+    benchmarks: Sequence[Benchmark],
+    context: int | None,
+    make_backend: Callable,
+    state: PartialState,
+) -> dict | None:
+    settings = {"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}}
+    if config.chat_template_kwargs:  # left out, so that evaluations without any stay what they were
+        settings["chat_template_kwargs"] = config.chat_template_kwargs
+    run = digest(settings)
+    chats = any(not isinstance(benchmark.dataset[0]["prompt"], str) for benchmark in benchmarks)
+    template = _template_arguments(config, tokenizer, folder, state) if chats else {}
     tasks = []
     for benchmark in benchmarks:
-        prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:])
+        prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:], template)
         content = digest(prompt_ids), digest(benchmark.dataset["answer"][:])
         tasks += [_Task(Pair(benchmark.name, t, run, *content), benchmark, prompt_ids) for t in config.temperatures]
     stored = folder.stored_pairs()
@@ -183,6 +231,26 @@ def run_protocol(
         print(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
     state.wait_for_everyone()
     return metrics
+
+
+def _template_arguments(config: EvalConfig, tokenizer, folder: ResultFolder, state: PartialState) -> dict:
+    """What chats are rendered with. A template that writes the date is given that of the folder's first call: past midnight, and
+    on a process that came later, prompts would be others than those that were drawn for."""
+    given = config.chat_template_kwargs or {}
+    template = tokenizer.get_chat_template(given.get("chat_template"))
+    if "date_string" in given or not clock.asks_for_the_time(template):
+        return given
+    when = [folder.prompt_time() if state.is_main_process else None]
+    broadcast_object_list(when)
+    told = clock.at(template, when[0])
+    if told is None:
+        if state.is_main_process:
+            print(
+                "The chat template writes the date: continued on another day, this evaluation begins anew. Fix the date by "
+                "chat_template_kwargs where the template takes one (Llama 3.2: date_string), or in the template"
+            )
+        return given
+    return {**given, "chat_template": told}
 
 
 def _announce(asked: int, todo: list[_Task], replaced: int) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..cli import InputError
+from ..cli import InputError, check_folder
 from .recipe import Question, RunSpec, read_questions
 from .records import Record, find_records
 from .runner import expected_seconds, run_all
@@ -94,6 +94,9 @@ def main(argv: Sequence[str]) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, found {value}")
+    for name in ("output", "work", "smoke"):
+        if getattr(options, name) is not None:
+            check_folder(getattr(options, name), f"--{name}")
     output, work = options.output, options.work
     if options.smoke is not None:
         output, work = options.smoke, options.smoke / "work"

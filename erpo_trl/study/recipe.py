@@ -85,8 +85,7 @@ def read_questions(
     two seeds.
     Raises: InputError that names the file and what is wrong in it.
     """
-    needed = ("question", "title", "claim", "base", "seeds", "variants")
-    files = [(Path(path), _read(Path(path), QUESTION_KEYS, needed)) for path in paths]
+    files = [(Path(path), _read_question(Path(path))) for path in paths]
     bases = {(path.parent / content["base"]).resolve() for path, content in files}
     if len(bases) > 1:
         raise InputError(
@@ -112,15 +111,40 @@ def _read(path: Path, keys: Sequence[str], needed: Sequence[str]) -> dict:
         raise InputError(f"no file {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not in UTF-8: {error}") from error
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds no mapping")
     _require_keys(content, keys, needed, str(path))
     return content
 
 
+def _read_question(path: Path) -> dict:
+    texts = ("question", "title", "claim", "base")
+    content = _read(path, QUESTION_KEYS, (*texts, "seeds", "variants"))
+    for key in texts:
+        if not isinstance(content[key], str):
+            raise InputError(f"{path}: {key} must be text, found {content[key]!r}")
+    _check_file_name(content["question"], str(path), "a question's name")
+    if content["question"] == "index":
+        raise InputError(f"{path}: question 'index' would have the page that lists all questions; call it otherwise")
+    for key in ("train", "evaluation", "summary"):
+        _require_mapping(content.get(key) or {}, f"{path}, {key}")
+    return content
+
+
+def _check_file_name(name, where: str, what: str) -> None:
+    if not isinstance(name, str) or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise InputError(f"{where}: {what} is part of file names: letters, digits, '.', '-', '_'; found {name!r}")
+
+
+def _require_mapping(content, where: str) -> None:
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: must map names to values, found {content!r}")
+
+
 def _require_keys(content: Mapping, keys: Sequence[str], needed: Sequence[str], where: str) -> None:
+    _require_mapping(content, where)
     for key in content:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
@@ -134,11 +158,16 @@ def _read_base(path: Path) -> dict:
     base = _read(path, BASE_KEYS, BASE_KEYS)
     _require_keys(base["data"], DATA_KEYS, DATA_NEEDED, f"{path}, data")
     _require_keys(base["evaluation"], EVALUATION_KEYS, ("temperatures", "samples", "responses"), f"{path}, evaluation")
+    _require_mapping(base["train"], f"{path}, train")
     for key in ("model_name_or_path", "max_steps"):
         if key not in base["train"]:
             raise InputError(f"{path}, train: {key!r} is missing")
+    if not isinstance(base["train"]["model_name_or_path"], str):
+        raise InputError(
+            f"{path}, train: model_name_or_path must be a folder or hub id, found {base['train']['model_name_or_path']!r}"
+        )
     levels = base["data"]["levels"]
-    if not levels or any(level not in LEVELS for level in levels):
+    if not isinstance(levels, list) or not levels or any(level not in LEVELS for level in levels):
         raise InputError(f"{path}, data: levels must be of {LEVELS}, found {levels!r}")
     for key in ("train", "held_out"):
         if not isinstance(base["data"][key], int) or base["data"][key] < 1:
@@ -156,6 +185,10 @@ def _evaluation(base: Mapping, own: Mapping, where: str) -> dict:
         raise InputError(f"{where}, evaluation: responses must be a number >= 1, found {found['responses']!r}")
     try:
         found["temperatures"] = parse_temperatures(found["temperatures"])
+    except TypeError as error:
+        raise InputError(
+            f"{where}, evaluation: temperatures must be a list, found {found['temperatures']!r}"
+        ) from error
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
     return found
@@ -177,16 +210,15 @@ def _question(path: Path, content: Mapping, base: Mapping, weights: str, smoke: 
     data = dict(base["data"])
     runs = {}
     for name, options in variants.items():
-        if not isinstance(name, str) or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise InputError(
-                f"{where}: a variant's name is part of file names: letters, digits, '.', '-', '_'; found {name!r}"
-            )
+        _check_file_name(name, where, "a variant's name")
         if not isinstance(options or {}, dict):
             raise InputError(f"{where}, {name}: options must be a mapping, found {options!r}")
         train = {**base["train"], **(content.get("train") or {}), **(options or {})}
         for key in RUNNERS_OWN:
             if key in train:
                 raise InputError(f"{where}, {name}: {key} is the study's to set; take it out")
+        if type(train["max_steps"]) is not int or train["max_steps"] < 0:
+            raise InputError(f"{where}, {name}: max_steps must be a whole number >= 0, found {train['max_steps']!r}")
         if evaluation["checkpoints"] and (train.get("save_strategy") != "steps" or "save_steps" not in train):
             raise InputError(f"{where}, {name}: evaluation.checkpoints needs save_strategy: steps, and save_steps")
         settings = {"model": weights, "train": train, "data": data, "evaluation": evaluation}
@@ -201,10 +233,19 @@ def _question(path: Path, content: Mapping, base: Mapping, weights: str, smoke: 
 def _check_summary(summary: Mapping, variants: Mapping, where: str) -> None:
     """What the pages show is about variants that there are."""
     _require_keys(summary, SUMMARY_KEYS, (), f"{where}, summary")
-    named = [*summary.get("lines", ()), *(name for pair in summary.get("pairs", ()) for name in pair)]
+    lines, pairs = summary.get("lines", []), summary.get("pairs", [])
+    if not isinstance(lines, list) or not isinstance(pairs, list) or any(not _is_pair(pair) for pair in pairs):
+        raise InputError(
+            f"{where}, summary: lines must be a list of variants and pairs a list of [one, other], found {lines!r} and {pairs!r}"
+        )
+    named = [*lines, *(name for pair in pairs for name in pair)]
     for name in [*named, *([summary["baseline"]] if "baseline" in summary else [])]:
-        if name not in variants:
+        if name not in list(variants):
             raise InputError(f"{where}, summary: there is no variant {name!r}; there are {', '.join(variants)}")
+
+
+def _is_pair(value) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def smoke_settings(settings: Mapping) -> dict:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from ..locking import is_claimed
 from ..report.live import duration
 from .recipe import RunSpec
 from .records import Record
-from .worker import LOG, PATIENCE_SECONDS, ended_by_signal, is_claimed, write_data
+from .worker import LOG, PATIENCE_SECONDS, ended_by_signal, write_data
 from .worker import main as work_on
 
 # What a run takes beside its steps (evaluation, loading), in steps: measured on the embedded model

@@ -1,7 +1,5 @@
 """One run of a study, in a process of its own: train, evaluate, measure, write the record."""
 
-import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -9,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from ..evaluation.backends import TransformersBackend
 from ..evaluation.model_source import load_tokenizer, resolve_model
 from ..evaluation.protocol import complete_table, drawn_table, make_requests, score_table, tokenize_prompts
 from ..evaluation.results import write_atomically
+from ..locking import claimed
 from ..query.checkpoint import checkpoint_step, last_whole_checkpoint
 from ..report.analysis import nll_correlation
 from ..rewards import TIME_LIMIT_S
@@ -37,7 +36,7 @@ from .records import digits, thinned_log, write_record
 
 TRAINED = "trained.json"  # written when training is done: seconds it took
 LOG = "log.txt"
-LOCK = "lock"
+# For another process, which may be saving its checkpoint
 PATIENCE_SECONDS = 120.0
 BATCH_TOKENS = 65536
 
@@ -80,39 +79,8 @@ def main(run: RunSpec, model: str, work: str, records: str, questions: list[str]
     with open(folder / LOG, "a", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        with claimed(folder):
+        with claimed(folder, PATIENCE_SECONDS):
             run_once(run, model, Path(work), Path(records), questions, commit)
-
-
-@contextlib.contextmanager
-def claimed(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """The run's folder to one process alone: of two, one would undo the other's work.
-
-    Args: patience: seconds to wait for another process, which may be saving its checkpoint.
-    """
-    deadline = time.monotonic() + patience
-    with open(folder / LOCK, "w") as lock:
-        while not _locked(lock):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{folder} is at work in another process; wait for it, or end it")
-            time.sleep(0.2)
-        yield
-
-
-def is_claimed(folder: Path) -> bool:
-    """Whether a process is at work in a run's folder."""
-    if not (folder / LOCK).is_file():
-        return False
-    with open(folder / LOCK) as lock:
-        return not _locked(lock)
-
-
-def _locked(lock) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def run_once(run: RunSpec, model: str, work: Path, records: Path, questions: list[str], commit: str) -> None:
