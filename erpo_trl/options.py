@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -54,10 +55,25 @@ def _read(argv: Sequence[str], configs: Sequence[type], prog: str, **parser_opti
             raise InputError(f"--config: no file {argv[at]!r}" if at < len(argv) else "--config needs a file")
     parser = TrlParser(configs, prog=prog, allow_abbrev=False, **parser_options)
     try:
+        if "--config" in argv:
+            _check_numbers(argv[at], configs)
         return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     except yaml.YAMLError as error:
-        raise InputError(f"{argv[argv.index('--config') + 1]} is not YAML: {error}") from error
+        raise InputError(f"{argv[at]} is not YAML: {error}") from error
+    except InputError:
+        raise
     except UnicodeDecodeError as error:
-        raise InputError(f"{argv[argv.index('--config') + 1]} is not in UTF-8: {error}") from error
+        raise InputError(f"{argv[at]} is not in UTF-8: {error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def _check_numbers(path: str, configs: Sequence[type]) -> None:
+    """TRL's parser takes a file's values as they are: an empty one, or half a step, would end in an error of training's insides."""
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    kinds = {name: kind for config in configs for name, kind in get_type_hints(config).items()}
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        if value is None and kinds.get(name) in (int, float):
+            raise InputError(f"{path}: {name} has no value; give it one, or take the line out")
+        if isinstance(value, float) and kinds.get(name) is int:
+            raise InputError(f"{path}: {name} must be a whole number, found {value}")

@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers.utils import logging
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from .cli import InputError
+from .cli import InputError, check_folder
 from .config import ERPOConfig, ERPODPOConfig, ERPORLOOConfig
 from .data import NAMED, resolve_dataset
 from .demo import MODEL_DIR
@@ -31,6 +31,10 @@ TRAINERS = {
     "rloo": (ERPORLOOConfig, ERPORLOOTrainer),
     "dpo": (ERPODPOConfig, ERPODPOTrainer),
 }
+
+
+# Arguments of every reward function, beside the columns of the data
+GIVEN_TO_REWARDS = ("prompts", "completions")
 
 
 @dataclass
@@ -138,7 +142,13 @@ def _load(data: DataArguments, name: str, split: str) -> Dataset:
         options |= {"problem": data.problem_field, "answer": data.answer_field}
         # A reward of the user's own may need none
         options["needs_answer"] = any(reads_answer(resolve_reward(reward)) for reward in data.reward_funcs)
-    return resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
+    dataset = resolve_dataset(name, split=split, **{key: value for key, value in options.items() if value is not None})
+    for column in GIVEN_TO_REWARDS:
+        if column in dataset.column_names:
+            raise InputError(
+                f"dataset {name!r}: rewards are given every column by its name, and {column!r} by the trainer; rename the column"
+            )
+    return dataset
 
 
 def reads_answer(reward: Callable) -> bool:
@@ -172,6 +182,7 @@ def make_trainer(
         model.model_name_or_path = str(MODEL_DIR)
     if model.model_name_or_path is None:
         raise InputError("model_name_or_path is not set: a hub id, a folder, or 'demo' for the embedded model")
+    check_folder(args.output_dir, "output_dir")
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

@@ -89,6 +89,33 @@ def test_what_training_refuses_is_one_line(recipe, options, message, capsys):
     assert message in line
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("max_steps:", "max_steps has no value; give it one, or take the line out"),
+        ("max_steps: 0.5", "max_steps must be a whole number, found 0.5"),
+    ],
+)
+def test_numbers_of_a_file_are_numbers(recipe, line, message, capsys):
+    text = [kept for kept in recipe.read_text().splitlines() if not kept.startswith(line.partition(":")[0])]
+    recipe.write_text("\n".join([*text, line, ""]))
+    assert cli.main(["train", "--config", str(recipe)]) == 2
+    assert f"{recipe}: {message}" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_output_folder_is_named(recipe, capsys):
+    assert cli.main(["train", "--config", str(recipe), "--output_dir", __file__]) == 2
+    assert f"output_dir: {__file__} is a file; give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions"])
+def test_a_column_in_the_way_of_the_rewards_is_named_before_training(recipe, tmp_path, column, capsys):
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps({"problem": f"{i}+1", "answer": "2", column: "x"}) + "\n" for i in range(8)))
+    assert cli.main(["train", "--config", str(recipe), "--dataset", str(data)]) == 2
+    assert f"and {column!r} by the trainer; rename the column" in capsys.readouterr().err
+
+
 def test_default_precision_fits_the_device(tmp_path):
     """TRL's bf16 default is an error on a machine without it; a newcomer's first command must run there."""
     _, args, _ = parse(["--output_dir", str(tmp_path)])

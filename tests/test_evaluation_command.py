@@ -244,6 +244,18 @@ def test_a_config_file_in_another_encoding_is_named(tmp_path, capsys):
     assert f"{config} is not in UTF-8" in capsys.readouterr().err
 
 
+def test_template_arguments_stand_in_a_file_and_on_the_command_line(tmp_path):
+    config = tmp_path / "eval.yaml"
+    config.write_text(
+        "model: demo\noutput: x\nbenchmarks: arithmetic\nchat_template_kwargs: {enable_thinking: false}\n"
+    )
+    line = ["--model", "demo", "--output", "x", "--benchmarks", "arithmetic"]
+    line += ["--chat_template_kwargs", '{"enable_thinking": false}']
+    for argv in (["--config", str(config)], line):
+        [found] = parse_options(argv, (EvalConfig,), "erpo-trl eval")
+        assert found.chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_nothing_to_evaluate_is_refused(tmp_path):
     with pytest.raises(ValueError, match="benchmarks and file are both empty"):
         EvalConfig(model="demo", output=str(tmp_path))

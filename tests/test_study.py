@@ -666,6 +666,25 @@ def test_pages_name_what_is_missing_and_where_numbers_come_from(tmp_path):
     assert {path.name: path.read_bytes() for path in out.glob("q*")} == again
 
 
+def test_pages_of_one_question_leave_the_others_in_the_list(tmp_path):
+    """In their places and as they stand; until the page is taken away."""
+    paths = write_study(tmp_path / "q", a={"title": "a|b?"}, b={}, c={"title": "Is (this)?"})
+    every = read_questions(paths)[0]
+    out = tmp_path / "out"
+    write_pages(out, every, every, {})
+    index = (out / "index.md").read_text()
+    [b], _ = read_questions(write_study(tmp_path / "q", b={"seeds": [0, 1]}))
+    write_pages(out, [b], [b], {})
+    lines = [line for line in (out / "index.md").read_text().splitlines() if ".md)" in line]
+    assert [line.partition("](")[2].partition(".md")[0] for line in lines] == ["a", "b", "c"]
+    assert "0 of 2" in lines[1]
+    kept = [line for line in index.splitlines() if ".md)" in line]
+    assert [lines[0], lines[2]] == [kept[0], kept[2]]
+    (out / "a.md").unlink()
+    write_pages(out, [b], [b], {})
+    assert "a.md" not in (out / "index.md").read_text() and "(c.md)" in (out / "index.md").read_text()
+
+
 def test_committed_pages_are_those_of_the_committed_records(tmp_path):
     """Every record is of a run that a question asks for, and no number of a page is of another record, or of another time."""
     study = ROOT / "docs" / "study"

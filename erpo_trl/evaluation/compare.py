@@ -213,7 +213,7 @@ def gap_table(paper: Mapping) -> str:
     for method in ("grpo", "erpo"):
         gaps = [train_eval_gap(paper["table5"][method]["train"], paper["table5"][method][tp]) for tp in ("tp1", "tp2")]
         rows.append([f"paper: {method}", *(f"{gap:.2f}" for gap in [*gaps, sum(gaps) / 2])])
-    return markdown(escaped(rows))
+    return markdown(rows)
 
 
 def paper_tables() -> dict:

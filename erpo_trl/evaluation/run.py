@@ -1,7 +1,8 @@
 """`erpo-trl eval`: benchmarks × temperatures × samples of one model, from a configuration to tables.
 
 Under several processes (`torchrun`, `accelerate launch`) each draws its share of the batches and leaves them in the output
-folder, which all must see; the first scores them. Nothing else passes between the processes.
+folder, which all must see; the first scores them. Nothing else passes between the processes but whether the folder is free, and
+the date of a chat template that writes one.
 """
 
 import contextlib

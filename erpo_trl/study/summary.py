@@ -4,6 +4,7 @@ Every number is made from the records, which each page lists. What is written by
 below `findings/` and is put in as it is.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -228,7 +229,8 @@ def gather(question: Question, records: Mapping[str, Record]) -> dict[str, dict[
 def write_pages(
     folder: Path, chosen: Sequence[Question], questions: Sequence[Question], records: Mapping[str, Record]
 ) -> list[str]:
-    """A page per chosen question with its plots, and the list of all questions, into the folder.
+    """A page per chosen question with its plots, and the list of all questions, into the folder. Of a question that is not among
+    these, what the list says of it stays as long as its page is there.
 
     Returns: the names of the files written.
     """
@@ -242,14 +244,31 @@ def write_pages(
                     write_atomically(path, lambda temporary, png=block.png: temporary.write_bytes(png))
                     written.append(path.name)
         written.append(_write_page(folder, question.name, as_markdown(question.title, sections)))
-    rows = [["question", "claim", "runs done"]]
+    rows = {}
     for question in questions:
         found = gather(question, records)
         done, wanted = (sum(map(len, runs.values())) for runs in (found, question.runs))
-        rows.append([f"[{question.title}]({question.name}.md)", question.claim, f"{done} of {wanted}"])
+        rows[question.name] = [f"[{question.title}]({question.name}.md)", question.claim, f"{done} of {wanted}"]
+    listed = _listed(folder)
+    if set(listed) - set(rows):
+        rows = listed | rows  # each in its place
     text = _by_hand(folder, "index")
-    sections = [Section("Questions", [rows]), *([Section("How", [text])] if text else [])]
+    sections = [
+        Section("Questions", [[["question", "claim", "runs done"], *rows.values()]]),
+        *([Section("How", [text])] if text else []),
+    ]
     return [*written, _write_page(folder, "index", as_markdown("The study", sections))]
+
+
+def _listed(folder: Path) -> dict[str, list[str]]:
+    """The rows of the list of questions whose pages are there, by name."""
+    index = folder / "index.md"
+    rows = {}
+    for line in index.read_text(encoding="utf-8").splitlines() if index.is_file() else ():
+        page = re.match(r"\| \[.*\]\(([^()/]+)\.md\) +\|", line)
+        if page and (folder / f"{page[1]}.md").is_file():
+            rows[page[1]] = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return rows
 
 
 def _by_hand(folder: Path, name: str) -> str | None:
