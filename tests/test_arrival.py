@@ -38,8 +38,10 @@ def run(tmp_path, dataset, model, **fields):
 
 
 def assert_same_run(one, other):
-    for name in ("loss", "query/kl", "query/nll_drift", "query/weight_mean"):
+    for name in ("loss", "query/kl", "query/weight_mean"):
         assert logged(one, name) == pytest.approx(logged(other, name), rel=1e-5, abs=1e-6), name
+    # A difference of sums of some 100 nats, in float32, of prompts that were padded otherwise
+    assert logged(one, "query/nll_drift") == pytest.approx(logged(other, "query/nll_drift"), abs=1e-4)
     for name, value in one.model.state_dict().items():
         torch.testing.assert_close(other.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 

@@ -250,6 +250,7 @@ def test_wandb_offline_asks_nothing_and_keeps_group_config_and_plots(tmp_path, m
     monkeypatch.setattr("sys.stdin", io.StringIO())  # a question would find an end of file
     trainer = short_run(tmp_path, report_to="wandb", run_name="mine")
     wandb.finish()
+    wandb.teardown()  # its service writes the end of the file as it goes
     run, config, history = offline_run(tmp_path)
     assert run.display_name == "mine" and re.fullmatch(r"\S+-alpha0\.02-nll_ratio-beta0-[0-9a-f]{8}", run.run_group)
     assert config["query_kl_coef"] == 0.02 and config["query_weight_clip"] == [0.0, 2.0]
