@@ -367,6 +367,7 @@ def test_a_run_starts_though_the_process_that_forks_it_is_ending():
     first.join()
     server = forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGSTOP)
+    os.waitpid(server, os.WUNTRACED)  # it has stopped; of two pending signals the other would come first
     os.kill(server, signal.SIGTERM)
     threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
     second = context.Process(target=int)
