@@ -9,6 +9,7 @@ import copy
 import logging
 import zlib
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import torch
 from accelerate.utils import gather_object
@@ -31,6 +32,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
     TrainerCallback,
 )
+from transformers.utils import chat_template_utils
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -230,6 +232,18 @@ def prompt_token_ids(prompts, trainer) -> list[list[int]]:
     if isinstance(prompts[0][0], int):
         return prompts
     return trainer._tokenize_prompts(prompts)[0]
+
+
+def set_day(monkeypatch, day: int, module: str) -> None:
+    """That day of December 2031, for chat templates and for the `datetime` of one of the package's modules."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2031, 12, day)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    monkeypatch.setattr(f"{module}.datetime", Clock)
 
 
 def make_config(tmp_path, cls=None, **overrides):

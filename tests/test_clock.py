@@ -4,9 +4,8 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import transformers.utils.chat_template_utils as templates
 import trl
-from helpers import TEMPLATE, byte_tokenizer, captured_warnings, chat, make_trainer, prompts_dataset
+from helpers import TEMPLATE, byte_tokenizer, captured_warnings, chat, make_trainer, prompts_dataset, set_day
 from transformers import TrainerCallback
 
 from erpo_trl import ERPORLOOTrainer
@@ -56,17 +55,7 @@ class Midnight(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
-            set_day(self.monkeypatch, 30)
-
-
-def set_day(monkeypatch, day: int) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime(2031, 12, day)
-
-    monkeypatch.setattr(templates, "datetime", Clock)
-    monkeypatch.setattr("erpo_trl.query.preparation.datetime", Clock)
+            set_day(self.monkeypatch, 30, "erpo_trl.query.preparation")
 
 
 def build(tmp_path, cls=None, **fields):
@@ -79,7 +68,7 @@ def build(tmp_path, cls=None, **fields):
 
 def test_a_run_past_midnight_and_its_resume(tmp_path, monkeypatch):
     """Its prompts hold the date of its beginning throughout, and so do those of the run that goes on the day after."""
-    set_day(monkeypatch, 29)
+    set_day(monkeypatch, 29, "erpo_trl.query.preparation")
     trainer = build(tmp_path)
     trainer.add_callback(Midnight(monkeypatch))
     trainer.train()
@@ -96,7 +85,7 @@ def test_a_run_past_midnight_and_its_resume(tmp_path, monkeypatch):
 
 def test_where_the_date_cannot_be_fixed_it_is_said(tmp_path, monkeypatch, caplog):
     """TRL's RLOO takes no other template than the tokenizer's."""
-    set_day(monkeypatch, 29)
+    set_day(monkeypatch, 29, "erpo_trl.query.preparation")
     with captured_warnings(caplog):
         trainer = build(tmp_path, cls=ERPORLOOTrainer)
     assert "chat template writes the date" in caplog.text and "date_string" in caplog.text
@@ -106,7 +95,7 @@ def test_where_the_date_cannot_be_fixed_it_is_said(tmp_path, monkeypatch, caplog
 
 
 def test_a_date_of_the_users_needs_no_word(tmp_path, monkeypatch, caplog):
-    set_day(monkeypatch, 29)
+    set_day(monkeypatch, 29, "erpo_trl.query.preparation")
     with captured_warnings(caplog):
         trainer = build(tmp_path, cls=ERPORLOOTrainer, chat_template_kwargs={"date_string": "1 May 2020"})
     trainer.add_callback(Midnight(monkeypatch))

@@ -1,13 +1,11 @@
 """The protocol on a backend without a model: problems are rows, seeds are distinct, nothing is drawn twice."""
 
 import re
-from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
-import transformers.utils.chat_template_utils as templates
 from evaluation_helpers import StubBackend, problems, read_metrics, run, samples, values
-from helpers import TEMPLATE, byte_tokenizer, chat
+from helpers import TEMPLATE, byte_tokenizer, chat, set_day
 from test_clock import DATED
 
 ONE = "\\boxed{1}"
@@ -22,16 +20,6 @@ class Rank(SimpleNamespace):
 
     def wait_for_everyone(self):
         pass
-
-
-def set_day(monkeypatch, day: int) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2031, 12, day)
-
-    monkeypatch.setattr(templates, "datetime", Clock)
-    monkeypatch.setattr("erpo_trl.evaluation.results.datetime", Clock)
 
 
 def by_seed(request):
@@ -183,7 +171,7 @@ def test_a_second_call_into_a_folder_at_work_is_refused(tmp_path):
 def prompts_of(output, monkeypatch=None, day=None, template=TEMPLATE, **settings):
     """The prompts of a run on chats, in words, with transformers' clock on a day of December 2031."""
     if day is not None:
-        set_day(monkeypatch, day)
+        set_day(monkeypatch, day, "erpo_trl.evaluation.results")
     tokenizer, seen = byte_tokenizer(template=template), set()
 
     def answer(request):

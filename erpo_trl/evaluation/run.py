@@ -144,7 +144,61 @@ def run_protocol(
     make_backend: from the longest sequence in tokens to a backend, called only if something is left to draw."""
     folder = ResultFolder(config.output)
     with _alone(folder, state):
-        return _run_alone(folder, config, model, tokenizer, benchmarks, context, make_backend, state)
+        settings = {"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}}
+        if config.chat_template_kwargs:  # left out, so that evaluations without any stay what they were
+            settings["chat_template_kwargs"] = config.chat_template_kwargs
+        run = digest(settings)
+        chats = any(not isinstance(benchmark.dataset[0]["prompt"], str) for benchmark in benchmarks)
+        template = _template_arguments(config, tokenizer, folder, state) if chats else {}
+        tasks = []
+        for benchmark in benchmarks:
+            prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:], template)
+            content = digest(prompt_ids), digest(benchmark.dataset["answer"][:])
+            tasks += [
+                _Task(Pair(benchmark.name, t, run, *content), benchmark, prompt_ids) for t in config.temperatures
+            ]
+        stored = folder.stored_pairs()
+        # Pairs of earlier calls stay if they are of this model with these settings, and of these problems if those are known
+        asked = {task.benchmark.name: (task.pair.prompts, task.pair.golds) for task in tasks}
+        kept = [p for p in stored if p.run == run and asked.get(p.benchmark) in (None, (p.prompts, p.golds))]
+        todo = [task for task in tasks if not folder.finished(task.pair)]
+        there = folder.part_paths()
+        if state.is_main_process:
+            _announce(len(tasks), todo, len(stored) - len(kept))
+        # All processes have seen the same folder before one of them changes it
+        state.wait_for_everyone()
+
+        start = time.perf_counter()
+        if todo:
+            longest = max(len(ids) for task in todo for ids in task.prompt_ids) + config.max_new_tokens
+            backend = make_backend(longest if context is None else min(longest, context))
+        planned = 0
+        for task in todo:
+            batches = backend.plan(task.requests(config, context))
+            task.parts = [folder.part_path(task.pair, batch) for batch in batches]
+            # Dealt over all pairs, so that processes are busy though a pair may be a single batch
+            for index, (batch, path) in enumerate(zip(batches, task.parts), start=planned):
+                if index % state.num_processes == state.process_index and path not in there:
+                    drawn = drawn_table(task.benchmark.name, batch, backend.generate(batch), tokenizer)
+                    folder.write_part(path, drawn)
+            planned += len(batches)
+            if state.is_main_process:
+                for ready in [task for task in todo if task.drawn and not folder.finished(task.pair)]:
+                    _finish(ready, folder, config, start)
+        state.wait_for_everyone()
+
+        metrics = None
+        if state.is_main_process:
+            for task in todo:
+                if not folder.finished(task.pair):
+                    _finish(task, folder, config, start)
+            pairs = {(pair.benchmark, pair.temperature): pair for pair in [*kept, *(task.pair for task in tasks)]}
+            names = list(dict.fromkeys(name for name, _ in pairs))
+            folder.gather(sorted(pairs.values(), key=lambda pair: (names.index(pair.benchmark), pair.temperature)))
+            metrics = _write_report(folder, config, model, benchmarks, state.num_processes)
+            print(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
+        state.wait_for_everyone()
+        return metrics
 
 
 @contextlib.contextmanager
@@ -167,71 +221,6 @@ def _alone(folder: ResultFolder, state: PartialState) -> Iterator[None]:
         if refusal[0] is not None:
             raise ValueError(refusal[0])
         yield
-
-
-def _run_alone(
-    folder: ResultFolder,
-    config: EvalConfig,
-    model: dict,
-    tokenizer,
-    benchmarks: Sequence[Benchmark],
-    context: int | None,
-    make_backend: Callable,
-    state: PartialState,
-) -> dict | None:
-    settings = {"weights": model["weights"], **{name: getattr(config, name) for name in DRAW_SETTINGS}}
-    if config.chat_template_kwargs:  # left out, so that evaluations without any stay what they were
-        settings["chat_template_kwargs"] = config.chat_template_kwargs
-    run = digest(settings)
-    chats = any(not isinstance(benchmark.dataset[0]["prompt"], str) for benchmark in benchmarks)
-    template = _template_arguments(config, tokenizer, folder, state) if chats else {}
-    tasks = []
-    for benchmark in benchmarks:
-        prompt_ids = tokenize_prompts(tokenizer, benchmark.dataset["prompt"][:], template)
-        content = digest(prompt_ids), digest(benchmark.dataset["answer"][:])
-        tasks += [_Task(Pair(benchmark.name, t, run, *content), benchmark, prompt_ids) for t in config.temperatures]
-    stored = folder.stored_pairs()
-    # Pairs of earlier calls stay if they are of this model with these settings, and of these problems if those are known
-    asked = {task.benchmark.name: (task.pair.prompts, task.pair.golds) for task in tasks}
-    kept = [p for p in stored if p.run == run and asked.get(p.benchmark) in (None, (p.prompts, p.golds))]
-    todo = [task for task in tasks if not folder.finished(task.pair)]
-    there = folder.part_paths()
-    if state.is_main_process:
-        _announce(len(tasks), todo, len(stored) - len(kept))
-    # All processes have seen the same folder before one of them changes it
-    state.wait_for_everyone()
-
-    start = time.perf_counter()
-    if todo:
-        longest = max(len(ids) for task in todo for ids in task.prompt_ids) + config.max_new_tokens
-        backend = make_backend(longest if context is None else min(longest, context))
-    planned = 0
-    for task in todo:
-        batches = backend.plan(task.requests(config, context))
-        task.parts = [folder.part_path(task.pair, batch) for batch in batches]
-        # Dealt over all pairs, so that processes are busy though a pair may be a single batch
-        for index, (batch, path) in enumerate(zip(batches, task.parts), start=planned):
-            if index % state.num_processes == state.process_index and path not in there:
-                drawn = drawn_table(task.benchmark.name, batch, backend.generate(batch), tokenizer)
-                folder.write_part(path, drawn)
-        planned += len(batches)
-        if state.is_main_process:
-            for ready in [task for task in todo if task.drawn and not folder.finished(task.pair)]:
-                _finish(ready, folder, config, start)
-    state.wait_for_everyone()
-
-    metrics = None
-    if state.is_main_process:
-        for task in todo:
-            if not folder.finished(task.pair):
-                _finish(task, folder, config, start)
-        pairs = {(pair.benchmark, pair.temperature): pair for pair in [*kept, *(task.pair for task in tasks)]}
-        names = list(dict.fromkeys(name for name, _ in pairs))
-        folder.gather(sorted(pairs.values(), key=lambda pair: (names.index(pair.benchmark), pair.temperature)))
-        metrics = _write_report(folder, config, model, benchmarks, state.num_processes)
-        print(f"Written to {folder.path}: samples.parquet, metrics.json, table.md", flush=True)
-    state.wait_for_everyone()
-    return metrics
 
 
 def _template_arguments(config: EvalConfig, tokenizer, folder: ResultFolder, state: PartialState) -> dict:

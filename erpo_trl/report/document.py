@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..evaluation.report import markdown
+from ..evaluation.report import escaped, markdown
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -48,7 +48,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
             elif isinstance(block, str):
                 lines += [_markdown_text(block), ""]
             else:
-                lines += [markdown([[_markdown_text(cell).replace("|", "\\|") for cell in row] for row in block]), ""]
+                lines += [markdown(escaped([[_markdown_text(cell) for cell in row] for row in block])), ""]
         for sentence in section.missing:
             lines += [f"> {_markdown_text(sentence)}", ""]
     return "\n".join(lines)
