@@ -8,7 +8,9 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig
 from .forward.fields import ForwardFields
 from .policy.baseline import check_baseline
 from .policy.trust_region import REGIONS
-from .query.fields import GenerationFields, QueryFields, number, require_one_of
+from .query.fields import QueryFields
+from .query.generation_fields import GenerationFields
+from .query.validation import number, require_one_of
 
 
 @dataclass

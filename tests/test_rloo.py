@@ -53,7 +53,7 @@ from erpo_trl import (
 )
 from erpo_trl.demo import MODEL_DIR
 from erpo_trl.evaluation.benchmarks import Benchmark
-from erpo_trl.query.fields import GenerationFields
+from erpo_trl.query.generation_fields import GenerationFields
 from erpo_trl.train import make_trainer as trainer_of
 from erpo_trl.train import parse
 

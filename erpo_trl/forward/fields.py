@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..query.fields import require_one_of
+from ..query.validation import require_one_of
 
 
 @dataclass

@@ -5,14 +5,22 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, IterableDataset, List, Value
 
 from .fingerprint import row_fingerprint
 from .rows import TokenRows
 from .span import scored_in_span
 from .table import ReferenceTable
 
-ROWS_PER_CALL = 1000
+_ROWS_PER_CALL = 1000
+# The columns a mapped data set carries, beside its own
+REFERENCE_FEATURES = {
+    "ref_query_logps": List(Value("float32")),  # one per token but the first, nats, whatever the span
+    "query_span": List(Value("int32")),  # start, end of each stretch of tokens that count, flat
+    "ref_query_nll": Value("float32"),  # minus the sum over these tokens
+    "query_weight": Value("float32"),
+    "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
+}
 _LOGPS = pa.list_(pa.float32())
 
 
@@ -97,7 +105,7 @@ class RowLogps:
 
 def blocks(rows: int) -> Iterator[slice]:
     """Slices that cover so many rows."""
-    return (slice(start, min(start + ROWS_PER_CALL, rows)) for start in range(0, rows, ROWS_PER_CALL))
+    return (slice(start, min(start + _ROWS_PER_CALL, rows)) for start in range(0, rows, _ROWS_PER_CALL))
 
 
 def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
@@ -108,3 +116,8 @@ def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
         else:
             table = table.append_column(name, values)
     return table
+
+
+def carries_columns(dataset) -> bool:
+    """Whether a stream was mapped beforehand, as its first row tells."""
+    return isinstance(dataset, IterableDataset) and set(REFERENCE_FEATURES) <= set(next(iter(dataset), {}))

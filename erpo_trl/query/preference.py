@@ -15,8 +15,8 @@ from datasets import IterableDataset
 from torch import Tensor
 
 from .checks import refuse_unsupported
+from .columns import REFERENCE_FEATURES
 from .likelihood import PairReader, QueryReader, real_ids
-from .reference import REFERENCE_FEATURES
 from .regularizer import QueryRegularizerMixin
 from .span import scored_in_span
 

@@ -15,13 +15,15 @@ from ..policy.kl import PolicyKLMonitor
 from . import clock
 from .arrival import ArrivingReference, RunningMeans, drop_long_prompts, sample_prompts
 from .checks import check_model, refuse_images, refuse_unsupported
+from .columns import REFERENCE_FEATURES, carries_columns
 from .fingerprint import base_model
 from .likelihood import has_absolute_positions, pass_position_ids
-from .reference import REFERENCE_FEATURES, DatasetMapper, ScoringReport, carries_columns
+from .reference import DatasetMapper
 from .references import SEVERAL_FEATURES, OtherReferences, load_reference, parse_references
 from .resume import ResumeMixin
 from .rows import collate_rows
 from .sampling import CurriculumSampler, curriculum_weights, sampling_power, typical_rows
+from .scoring_report import ScoringReport
 from .sharding import is_sharded, prepared_for_scoring, training_precision
 from .standby import StandbyReference
 from .weights import Queries, WeightRule

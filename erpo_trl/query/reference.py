@@ -7,7 +7,7 @@ autocast), so that the drift at step 0 is 0 whatever they are.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import xxhash
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset, List, Value
+from datasets import Dataset
 from huggingface_hub.constants import HF_HOME
 from torch import nn
 from tqdm.auto import tqdm
@@ -25,7 +25,7 @@ from transformers.utils import logging
 from trl.data_utils import is_conversational
 
 from .checks import refuse_native_adapter
-from .columns import ROWS_PER_CALL, RowLogps, rows_of_reference, with_columns
+from .columns import REFERENCE_FEATURES, RowLogps, rows_of_reference, with_columns
 from .fingerprint import (
     adapter_is_inert,
     base_model,
@@ -36,8 +36,9 @@ from .fingerprint import (
     row_fingerprint,
 )
 from .likelihood import has_absolute_positions
-from .rows import TokenRows, attach_columns, require_mappable
+from .rows import TokenRows, attach_columns, require_mappable, tokenized
 from .scoring import reference_policy, score_in_rounds
+from .scoring_report import ScoringReport
 from .sharding import is_partitioned
 from .span import SpanFinder
 from .table import ReferenceTable
@@ -45,14 +46,6 @@ from .weights import Queries, WeightRule, effective_sample_fraction, query_weigh
 
 logger = logging.get_logger(__name__)
 
-# The columns a mapped data set carries, beside its own
-REFERENCE_FEATURES = {
-    "ref_query_logps": List(Value("float32")),  # one per token but the first, nats, whatever the span
-    "query_span": List(Value("int32")),  # start, end of each stretch of tokens that count, flat
-    "ref_query_nll": Value("float32"),  # minus the sum over these tokens
-    "query_weight": Value("float32"),
-    "query_fingerprint": Value("string"),  # reference and ids that the row was scored with
-}
 # Tokens between two writes of the table: what a killed scoring pass can lose
 _TOKENS_PER_PART = 1 << 20
 
@@ -72,48 +65,6 @@ class Reference:
 
     fingerprint: str
     adapter: bool
-
-
-@dataclass
-class ScoringReport:
-    """What one mapping did. `rows = scored + reused + duplicates + unscorable`.
-
-    Args:
-        rows: rows of the returned data set.
-        scored: distinct queries scored by this call, over all processes.
-        reused: distinct queries found in the data set's own columns or in the table.
-        duplicates: further rows with the ids of another row.
-        unscorable: rows of one token, which has no likelihood.
-        spanless: rows of more tokens, none of which is in their span.
-        dropped: rows left out because their prompt is too long.
-        atypical: rows left out by `query_drop_quantile`.
-        forwards: forwards of the model on this process.
-        mean_nll: s̄ in nats, over the rows that have a likelihood; NaN without any.
-        weight_ess: effective sample size of the weights, as a share of the rows.
-        population: what the weights are relative to: the rows that have a likelihood, or what the caller gave.
-        queries: likelihoods of all rows under the reference, of 0 tokens where a row has none.
-    """
-
-    rows: int = 0
-    scored: int = 0
-    reused: int = 0
-    duplicates: int = 0
-    unscorable: int = 0
-    spanless: int = 0
-    dropped: int = 0
-    atypical: int = 0
-    forwards: int = 0
-    mean_nll: float = float("nan")
-    weight_ess: float = float("nan")
-    population: Queries | None = field(default=None, repr=False)
-    queries: Queries | None = field(default=None, repr=False)
-
-    def __str__(self) -> str:
-        return (
-            f"Reference of {self.rows} rows: {self.scored} queries scored, {self.reused} reused, {self.duplicates} "
-            f"duplicate rows, {self.unscorable} without likelihood, {self.dropped} dropped as too long"
-            f"{f', {self.atypical} as atypical' if self.atypical else ''}; mean NLL {self.mean_nll:.3f} nats, effective sample size of the weights {self.weight_ess:.0%}"
-        )
 
 
 def column_rule(config) -> WeightRule:
@@ -311,32 +262,11 @@ class DatasetMapper:
 
     def all_ids(self, dataset: Dataset) -> TokenRows:
         """The token ids of every prompt of an unformatted data set; raise for a row that has none."""
-        ids = TokenRows(self._tokenized(dataset.select_columns(self.column)))
+        ids = TokenRows(tokenized(dataset.select_columns(self.column), self.column, self.tokenize))
         if not ids.lengths.all():
             row = int(np.flatnonzero(ids.lengths == 0)[0])
             raise ValueError(f"Row {row} of the data set has an empty prompt: remove it.")
         return ids
-
-    def _tokenized(self, prompts: Dataset) -> Iterator[list[Sequence[int]]]:
-        for start in range(0, len(prompts), ROWS_PER_CALL):
-            batch = prompts[start : start + ROWS_PER_CALL][self.column]
-            try:
-                rows = self.tokenize(batch)
-            except Exception:
-                self._name_untokenisable_row(batch, start)
-                raise
-            yield rows
-
-    def _name_untokenisable_row(self, batch: list, start: int) -> None:
-        """Raise for the first prompt of `batch` that cannot be tokenised by itself."""
-        for offset, prompt in enumerate(batch):
-            try:
-                self.tokenize([prompt])
-            except Exception as error:
-                raise ValueError(
-                    f"Row {start + offset} of the data set cannot be tokenised ({type(error).__name__}: {error}). "
-                    "Correct or remove it."
-                ) from error
 
     def prompt_limit(self) -> tuple[int | None, str]:
         """Longest prompt in tokens that leaves room to answer, None for no limit, and where the limit comes from."""
@@ -475,8 +405,3 @@ class DatasetMapper:
             not self.config.disable_tqdm,
         )
         return mapped.with_format(None)
-
-
-def carries_columns(dataset) -> bool:
-    """Whether a stream was mapped beforehand, as its first row tells."""
-    return isinstance(dataset, IterableDataset) and set(REFERENCE_FEATURES) <= set(next(iter(dataset), {}))

@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 from .arrival import RunningMeans
 from .checkpoint import last_whole_checkpoint, read_state, write_state
-from .reference import Reference, carries_columns
+from .columns import carries_columns
+from .reference import Reference
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from .fingerprint import query_key
 
-_ROWS_AT_A_TIME = 1000  # cast together
+_ROWS_AT_A_TIME = 1000  # cast or tokenised together
 
 
 class TokenRows:
@@ -77,6 +77,35 @@ def require_mappable(dataset, reserved, column: str) -> None:
         )
     if not len(dataset):
         raise ValueError("The data set has no rows.")
+
+
+def tokenized(
+    prompts: Dataset, column: str, tokenize: Callable[[list], list[Sequence[int]]]
+) -> Iterator[list[Sequence[int]]]:
+    """The token ids of a data set's prompts, a thousand rows at a time.
+
+    Raises: ValueError that names the first row that cannot be tokenised.
+    """
+    for start in range(0, len(prompts), _ROWS_AT_A_TIME):
+        batch = prompts[start : start + _ROWS_AT_A_TIME][column]
+        try:
+            rows = tokenize(batch)
+        except Exception:
+            _name_untokenisable_row(batch, start, tokenize)
+            raise
+        yield rows
+
+
+def _name_untokenisable_row(batch: list, start: int, tokenize: Callable[[list], list[Sequence[int]]]) -> None:
+    """Raise for the first prompt of `batch` that cannot be tokenised by itself."""
+    for offset, prompt in enumerate(batch):
+        try:
+            tokenize([prompt])
+        except Exception as error:
+            raise ValueError(
+                f"Row {start + offset} of the data set cannot be tokenised ({type(error).__name__}: {error}). "
+                "Correct or remove it."
+            ) from error
 
 
 def collate_rows(collate: Callable[[list[dict]], list[dict]], rows: list[dict]) -> list[dict]:
