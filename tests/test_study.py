@@ -27,7 +27,7 @@ from erpo_trl.study.runner import _start, expected_seconds, run_all
 from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
 from erpo_trl.study.summary import gather, write_pages
 from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
-from erpo_trl.study.worker import run_once, train_once, write_data
+from erpo_trl.study.worker import Lab, run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -347,6 +347,21 @@ def test_a_run_that_broke_off_goes_on_from_its_checkpoint_as_if_nothing_had_been
     for part in ("evaluations", "drift"):
         assert records["whole"][part] == records["broken"][part]
     assert records["whole"]["drift"]["query_kl_train"] > 1e-9 and records["whole"]["drift"]["policy_kl"] > 1e-9
+
+
+def test_a_run_is_evaluated_on_prompts_rendered_as_in_training(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_DIR, model)
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{%- for", "{%- if hint -%}{{- '1+1' -}}{%- endif -%}{%- for", 1))
+    prompts = {}
+    for name, options in {"plain": {}, "hint": {"chat_template_kwargs": {"hint": True}}}.items():
+        [run] = runs_of(tmp_path / name, train={"model_name_or_path": str(model), **options})
+        lab = Lab(run, str(model), write_data(run, tmp_path))
+        lab.take(str(model))
+        prompts[name] = {split: [lab.tokenizer.decode(row) for row in rows] for split, rows in lab.prompts.items()}
+    assert all(prompts["plain"].values())
+    assert prompts["hint"] == {split: ["1+1" + text for text in rows] for split, rows in prompts["plain"].items()}
 
 
 def test_a_folder_belongs_to_one_process(tmp_path):

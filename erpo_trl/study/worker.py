@@ -175,6 +175,7 @@ class Lab:
         options = {"suffix": settings.get("prompt_suffix"), "system_prompt": settings.get("system_prompt")}
         self.problems = {name: resolve_dataset(data / f"{name}.jsonl", **options) for name in ("train", "held_out")}
         self.room = settings["max_completion_length"]
+        self.template = settings.get("chat_template_kwargs")
 
     def take(self, model: str) -> None:
         """The model that is looked at from here on. Args: model: path or id."""
@@ -182,7 +183,10 @@ class Lab:
         tokenizer = load_tokenizer(source)
         self.backend = TransformersBackend.load(source, tokenizer, "float32", BATCH_TOKENS, "cpu")
         self.tokenizer = tokenizer
-        self.prompts = {n: tokenize_prompts(tokenizer, problems["prompt"][:]) for n, problems in self.problems.items()}
+        self.prompts = {
+            name: tokenize_prompts(tokenizer, problems["prompt"][:], self.template)
+            for name, problems in self.problems.items()
+        }
 
     def accuracies(self) -> dict[str, dict]:
         """On the held-out problems, with the draws of `erpo-trl eval --file held_out.jsonl`.
