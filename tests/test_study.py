@@ -32,6 +32,7 @@ from erpo_trl.trainer import ERPOTrainer
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = sorted((ROOT / "recipes" / "study").glob("*.yaml"))
+ON_SMOLLM2 = sorted((ROOT / "recipes" / "study" / "smollm2").glob("*.yaml"))
 TINY = {
     "train": {
         "model_name_or_path": "demo", "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4,
@@ -104,6 +105,20 @@ def test_shipped_questions_have_their_seeds_and_share_runs():
     every = sum(len(runs) for q in questions for runs in q.runs.values())
     shared = {run.slug for q in questions for runs in q.runs.values() for run in runs}
     assert len(distinct_runs(questions)) == len(shared) < every
+
+
+def test_questions_on_a_real_model_are_of_its_own_base(monkeypatch):
+    """Their weights are not here; everything else of the recipes is read as a study reads it."""
+    monkeypatch.setattr("erpo_trl.study.recipe._weights", lambda model: "weights")
+    questions, model = read_questions(ON_SMOLLM2)
+    assert model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert [q.name for q in questions] == ["drift", "accuracy", "staleness"]
+    for question in questions:
+        assert all(len(runs) == 2 for runs in question.runs.values())
+        assert {bool(runs[0].settings["train"].get("use_peft")) for runs in question.runs.values()} == {True, False}
+    runs = distinct_runs(questions)
+    assert len(runs) == 24 and all(run.settings["model"] == "weights" for run in runs)
+    assert questions[0].runs["lora-erpo"] == questions[1].runs["lora-erpo"]
 
 
 def test_runs_of_one_setting_and_seed_are_one(tmp_path):
@@ -497,6 +512,32 @@ def test_smoke_of_all_questions(tmp_path, capsys, monkeypatch):
     assert "| [What breaks first" in (out / "index.md").read_text()
     assert cli.main(["study", "--config", *files, "--smoke", str(out), "--list"]) == 0
     assert "In all 0 runs left" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+def test_smoke_of_the_real_model_s_recipes_on_another(tmp_path, capsys, monkeypatch):
+    """With LoRA and worked examples in the prompt; the embedded model stands in for the real one."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "study"
+    folder.mkdir()
+    content = yaml.safe_load(ON_SMOLLM2[1].read_text())
+    content["base"] = str(ON_SMOLLM2[1].parent / content["base"])
+    content["variants"] = {name: content["variants"][name] for name in ("base", "lora-erpo")}
+    content["summary"] = {"baseline": "base"}
+    (folder / "accuracy.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    out = tmp_path / "out"
+    asked = ["study", "--config", str(folder / "accuracy.yaml"), "--model", "demo", "--smoke", str(out)]
+    assert cli.main(asked) == 0
+    assert "4 runs done, 0 failed, 0 left" in capsys.readouterr().out
+    records = {
+        (record.name, record.seed): record.content for record in map(read_record, (out / "runs").glob("*.json"))
+    }
+    assert sorted(records) == [("base", 0), ("base", 1), ("lora-erpo", 0), ("lora-erpo", 1)]
+    for seed in (0, 1):
+        assert records["base", seed]["drift"]["query_kl_train"] == 0
+        assert records["lora-erpo", seed]["drift"]["query_kl_train"] > 0
+        # Two worked examples stand before each problem
+        assert min(records["base", seed]["nll"]["prompt_tokens"]) > 30
 
 
 @pytest.mark.slow
