@@ -24,9 +24,16 @@ from erpo_trl.study.command import choose, distinct_runs, listing
 from erpo_trl.study.recipe import RunSpec, read_questions
 from erpo_trl.study.records import DIGITS, digits, find_records, read_record, rounded, thinned_log, write_record
 from erpo_trl.study.runner import _start, expected_seconds, run_all
-from erpo_trl.study.statistics import log_interval, mean_interval, paired_difference, paired_ratio, t_quantile
+from erpo_trl.study.statistics import (
+    Interval,
+    log_interval,
+    mean_interval,
+    paired_difference,
+    paired_ratio,
+    t_quantile,
+)
 from erpo_trl.study.summary import gather, write_pages
-from erpo_trl.study.tables import accuracy_table, difference_table, end_table, gap_table
+from erpo_trl.study.tables import accuracy_table, cell, difference_table, end_table, gap_table
 from erpo_trl.study.worker import Lab, run_once, train_once, write_data
 from erpo_trl.trainer import ERPOTrainer
 
@@ -617,10 +624,19 @@ def test_interval_by_hand():
     assert (found.low, found.high) == pytest.approx((1.03676, 4.96324), abs=1e-5)
     assert math.isnan(mean_interval([7]).low) and mean_interval([7]).mean == 7
     assert mean_interval([]).count == 0
-    # Logarithms 0 and 2: mean 1, half-width 12.7062 * sqrt(2 / 2)
-    found = log_interval([1, math.e**2])
+    # Logarithms 0, 1 and 2: mean 1, half-width 4.30265 * sqrt(1 / 3)
+    found = log_interval([1, math.e, math.e**2])
     assert found.mean == pytest.approx(math.e)
-    assert (math.log(found.low), math.log(found.high)) == pytest.approx((-11.7062, 13.7062), abs=1e-4)
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx((1 - 2.48414, 1 + 2.48414), abs=1e-4)
+
+
+def test_two_values_are_given_themselves():
+    """The interval of 3 and 5 would be 4 ± 12.7."""
+    assert mean_interval([5, 3]) == Interval(2, 4.0, 3.0, 5.0)
+    found = log_interval([4, 1])
+    assert (found.count, found.mean, found.low, found.high) == (2, *map(pytest.approx, (2, 1, 4)))
+    assert cell(mean_interval([5, 3]), 2) == "4 {3; 5}" and cell(mean_interval([5, 3]), 3) == "4 {3; 5} (of 2)"
+    assert cell(mean_interval([1, 2, 3]), 3) == "2 [-0.484, 4.48]"
 
 
 def test_axes_follow_the_means():
@@ -661,14 +677,14 @@ def test_tables_hold_the_numbers_of_the_records(tmp_path):
             fake_record(tmp_path / "runs", run, right[run.name, run.seed], drift=drift)
     records, _ = find_records(tmp_path / "runs", [question])
     found = gather(question, records)
-    # At T=0.5 grpo has 50 and 75 %, at T=1 0; in the mean 25 and 37.5. Half-widths 12.7062 * |difference| / 2
+    # At T=0.5 grpo has 50 and 75 %, at T=1 0; in the mean 25 and 37.5
     assert accuracy_table(found, [0.5, 1.0])[1] == [
-        "grpo", "2", "62.5 [-96.3, 221.3]", "0.0 [0.0, 0.0]", "31.2 [-48.2, 110.7]",
+        "grpo", "2", "62.5 {50.0; 75.0}", "0.0 {0.0; 0.0}", "31.2 {25.0; 37.5}",
     ]  # fmt: skip
     end = dict(zip(*end_table(found)[:2]))
-    assert end["Query-KL, training prompts"] == "2.72 [8.24e-06, 8.96e+05]"
-    assert end["Query-KL, held-out prompts"] == "–" and end["Policy-KL"] == "0 [0, 0]"
-    assert end["training reward, %"] == "50 [50, 50]"
+    assert end["Query-KL, training prompts"] == "2.72 {1; 7.39}"
+    assert end["Query-KL, held-out prompts"] == "–" and end["Policy-KL"] == "0 {0; 0}"
+    assert end["training reward, %"] == "50 {50; 50}"
     # A run that broke has no number, and the cell says so
     record = records[question.runs["grpo"][0].slug]
     record.content["drift"]["query_kl_train"] = None
@@ -679,8 +695,8 @@ def test_tables_hold_the_numbers_of_the_records(tmp_path):
     head, row = difference_table(question, found, [0.5, 1.0])
     cells = dict(zip(head, row))
     assert row[0] == "erpo against grpo"
-    assert cells["Query-KL, training prompts, ratio"] == "0.1 [0.1, 0.1]"
-    assert cells["accuracy mean, points"] == "+37.5 [+37.5, +37.5]"
+    assert cells["Query-KL, training prompts, ratio"] == "0.1 {0.1; 0.1}"
+    assert cells["accuracy mean, points"] == "+37.5 {+37.5; +37.5}"
 
 
 def test_gap_is_training_minus_held_out_at_each_checkpoint(tmp_path):
@@ -742,10 +758,14 @@ def test_pages_of_one_question_leave_the_others_in_the_list(tmp_path):
     assert "a.md" not in (out / "index.md").read_text() and "(c.md)" in (out / "index.md").read_text()
 
 
-def test_committed_pages_are_those_of_the_committed_records(tmp_path):
+@pytest.mark.parametrize("folder, recipes", [(".", QUESTIONS), ("smollm2", ON_SMOLLM2)], ids=["embedded", "smollm2"])
+def test_committed_pages_are_those_of_the_committed_records(tmp_path, monkeypatch, folder, recipes):
     """Every record is of a run that a question asks for, and no number of a page is of another record, or of another time."""
-    study = ROOT / "docs" / "study"
-    questions, _ = read_questions(QUESTIONS)
+    study = ROOT / "docs" / "study" / folder
+    if folder != ".":  # weights that are not here: the records say which they were, all of them the same
+        [weights] = {json.loads(path.read_text())["settings"]["model"] for path in (study / "runs").iterdir()}
+        monkeypatch.setattr("erpo_trl.study.recipe._weights", lambda model: weights)
+    questions, _ = read_questions(recipes)
     records, notes = find_records(study / "runs", questions)
     assert notes == [] and len(records) == len(list((study / "runs").iterdir())) > 0
     shutil.copytree(study / "findings", tmp_path / "findings")

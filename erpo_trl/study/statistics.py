@@ -1,4 +1,7 @@
-"""Intervals over seeds: Student's t, and paired differences. Pure functions of numbers."""
+"""Intervals over seeds: Student's t, and paired differences. Pure functions of numbers.
+
+Two values have no interval worth its name (12.7 standard errors to each side): they are given themselves.
+"""
 
 import functools
 import math
@@ -34,7 +37,10 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and its 95 % interval. Args: count: n; mean; low, high: NaN for a single seed. In the values' unit."""
+    """A mean over seeds and its 95 % interval.
+
+    Args: count: n; mean; low, high: of the interval; of two seeds, the two values; NaN for a single seed. In the values' unit.
+    """
 
     count: int
     mean: float
@@ -43,13 +49,15 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean ± t·s/√n of n independent values, s their standard deviation with n-1; NaN without any."""
+    """Mean ± t·s/√n of n independent values, s their standard deviation with n-1; of two, the mean and both; NaN without any."""
     values = np.asarray(values, dtype=float)
     if not len(values):
         return Interval(0, *[float("nan")] * 3)
     mean = float(values.mean())
     if len(values) == 1:
         return Interval(1, mean, float("nan"), float("nan"))
+    if len(values) == 2:
+        return Interval(2, mean, float(values.min()), float(values.max()))
     half = t_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return Interval(len(values), mean, mean - half, mean + half)
 

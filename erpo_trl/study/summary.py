@@ -6,6 +6,7 @@ below `findings/` and is put in as it is.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluation.results import write_atomically
@@ -27,6 +28,39 @@ from .tables import (
     gap_table,
     nll_table,
     pairs_of,
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What captions call the spread over seeds. Args: cells; divergences: how theirs is taken; differences;
+    band, curves: of plots by temperature and over steps; lines: of differences."""
+
+    cells: str
+    divergences: str
+    differences: str
+    band: str
+    curves: str
+    lines: str
+
+
+SEEDS = Words(
+    cells="Mean and 95 % interval over seeds",
+    divergences='(Student\'s t; of the logarithms for divergences, whose mean is geometric); "of 2" says that only two seeds have a finite value',
+    differences="with 95 % intervals: an interval that holds 1 (ratio) or 0 (points) shows no difference at this number of seeds. Nothing "
+    "is corrected for the number of comparisons",
+    band="its 95 % interval, with few seeds wider than the plot (Student's t)",
+    curves="its 95 % interval, with few seeds wider than the plot (Student's t; of the logarithms where the axis is logarithmic)",
+    lines="95 % intervals",
+)
+# Of two values Student's interval is 12.7 standard errors wide to each side
+TWO_SEEDS = Words(
+    cells="Mean and, in braces, the values of both seeds",
+    divergences="(the mean of divergences is geometric)",
+    differences="with the values of both seeds in braces: two seeds bound no difference",
+    band="from one seed to the other",
+    curves="from one seed to the other; the mean is geometric where the axis is logarithmic",
+    lines="From one seed to the other",
 )
 
 FINDINGS = "findings"  # hand-written, below the folder of the pages
@@ -132,7 +166,7 @@ def sections_of(question: Question, found: Found, findings: str | None) -> list[
             return Section(title, [], ["No record holds what this plot shows."])
         return Section(title, [Picture(f"{question.name}-{name}", as_png(figure), f"{caption} {source}")])
 
-    band = "Line: mean over seeds; band: its 95 % interval, with few seeds wider than the plot (Student's t"
+    words = TWO_SEEDS if max(map(len, found.values())) == 2 else SEEDS
     found_sections = [
         claim,
         written,
@@ -142,40 +176,41 @@ def sections_of(question: Question, found: Found, findings: str | None) -> list[
             [
                 end_table(found),
                 "Divergences in nats per token, from the model before training: Query-KL by k3 per prompt token, the same for all "
-                "variants whatever they trained with; Policy-KL in full on sampled responses to held-out prompts. Mean and 95 % "
-                f'interval over seeds (Student\'s t; of the logarithms for divergences, whose mean is geometric); "of 2" says that only two seeds '
-                f"have a finite value. {source}",
+                f"variants whatever they trained with; Policy-KL in full on sampled responses to held-out prompts. {words.cells} "
+                f"{words.divergences}. {source}",
             ],
         ),
         Section(
             "Accuracy on held-out problems",
             [
                 accuracy_table(found, temperatures),
-                f"Right answers in percent, by sampling temperature and in the mean. Mean and 95 % interval over seeds. {source}",
+                f"Right answers in percent, by sampling temperature and in the mean. {words.cells}. {source}",
             ],
         ),
         Section(
             "Differences",
             [
                 difference_table(question, found, temperatures),
-                "Paired by seed, with 95 % intervals: an interval that holds 1 (ratio) or 0 (points) shows no difference at this "
-                f"number of seeds. Nothing is corrected for the number of comparisons. {source}",
+                f"Paired by seed, {words.differences}. {source}",
             ],
         ),
         picture(
             "Training",
             "training",
             curves_figure(found, chosen),
-            f"{band}; of the logarithms where the axis is logarithmic). Query-KL as the run logged it, by its own estimator.",
+            f"Line: mean over seeds; band: {words.curves}. Query-KL as the run logged it, by its own estimator.",
         ),
         picture(
-            "Accuracy by temperature", "temperature", temperature_figure(found, chosen, temperatures), f"{band})."
+            "Accuracy by temperature",
+            "temperature",
+            temperature_figure(found, chosen, temperatures),
+            f"Line: mean over seeds; band: {words.band}.",
         ),
         picture(
             "Differences of accuracy",
             "differences",
             difference_figure(question, found),
-            "95 % intervals, paired by seed.",
+            f"{words.lines}, paired by seed.",
         ),
     ]
     if any(runs[0].settings["evaluation"]["checkpoints"] for runs in question.runs.values()):

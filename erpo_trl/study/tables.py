@@ -75,14 +75,18 @@ MEAN_ACCURACY = Measure(
 
 
 def cell(found: Interval, seeds: int, digits: str = ".3g") -> str:
-    """`mean [low, high]`; the mean alone of one seed; a dash without any. Args: seeds: of the row; where fewer have a finite value,
-    the cell says so."""
+    """`mean [low, high]`; of two seeds `mean {one; other}`, of one the mean alone; a dash without any.
+
+    Args: seeds: of the row; where fewer have a finite value, the cell says so.
+    """
     if not found.count:
         return "–"
     fewer = "" if found.count == seeds else f" (of {found.count})"
     if math.isnan(found.low):
         return f"{found.mean:{digits}}{fewer}"
-    return f"{found.mean:{digits}} [{found.low:{digits}}, {found.high:{digits}}]{fewer}"
+    ends = f"{found.low:{digits}}", f"{found.high:{digits}}"
+    spread = f"{{{'; '.join(ends)}}}" if found.count == 2 else f"[{', '.join(ends)}]"
+    return f"{found.mean:{digits}} {spread}{fewer}"
 
 
 def end_table(found: Found, measures: Sequence[Measure] = AT_THE_END) -> list[list[str]]:
