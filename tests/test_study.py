@@ -532,10 +532,7 @@ def test_smoke_of_the_real_model_s_recipes_on_another(tmp_path, capsys, monkeypa
     content["variants"] = {name: content["variants"][name] for name in ("base", "lora-erpo")}
     content["summary"] = {"baseline": "base"}
     # The stand-in is seldom right with such a prompt, and without one right answer nothing would be learnt in two steps
-    (tmp_path / "rewards.py").write_text(
-        "def every_other(completions, **columns):\n    return [float(i % 2) for i in range(len(completions))]\n"
-    )
-    content["variants"]["lora-erpo"]["reward_funcs"] = [f"{tmp_path / 'rewards.py'}:every_other"]
+    content["variants"]["lora-erpo"]["reward_funcs"] = [f"{Path(__file__).with_name('helpers.py')}:checksum_reward"]
     (folder / "accuracy.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     out = tmp_path / "out"
     asked = ["study", "--config", str(folder / "accuracy.yaml"), "--model", "demo", "--smoke", str(out)]
